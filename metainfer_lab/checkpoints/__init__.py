@@ -20,9 +20,7 @@ def fetch(spec: Spec) -> Path:
     A known source is made once in the cache; a folder is checked and returned; anything else is a
     hub id and goes through huggingface_hub. Raises InputError that names what is missing.
     """
-    source = spec.checkpoint
-    if source is None:
-        raise InputError(f"checkpoint: spec {spec.id} names none; give a folder or a hub id")
+    source = spec.checkpoint.source
     if source in KNOWN:
         return KNOWN[source]()
     folder = Path(source).expanduser()
