@@ -1,0 +1,31 @@
+"""Workloads, timing, baselines, and the one schema in which every result is written.
+
+workload.py      what is asked while the clock runs
+timing.py        clocks outside the engine's process; A B B A
+transformers.py  the baseline, in its own process, at its best setting on this machine
+products.py      one token's matrix products alone
+compare.py       `bench`: an engine and its rivals in turn, as rows
+results.py       the result schema; ledger.py the schema of what was tried
+worker.py        a baseline's process
+
+The names below are loaded on first use: a baseline's process imports its own module only.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "Workload": "workload",
+    "bench": "compare",
+    "matrix_product_rate": "products",
+    "measure": "compare",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"metainfer_lab.bench has no {name!r}")
+    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

@@ -1,0 +1,258 @@
+"""`bench`: an engine and its rivals, in turn, on one workload, as rows of the result schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from metainfer_lab import paths
+from metainfer_lab.bench import results
+from metainfer_lab.bench.products import Products
+from metainfer_lab.bench.timing import Ratio, Sample, in_turn, paired_ratio, sample_from, spread
+from metainfer_lab.bench.transformers import Transformers
+from metainfer_lab.bench.workload import Workload
+from metainfer_lab.engine import Engine
+from metainfer_lab.errors import InputError
+from metainfer_lab.hardware import Hardware, usable_cores
+from metainfer_lab.live import Live
+from metainfer_lab.plan import Plan, plan
+from metainfer_lab.spec import Spec
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+RIVALS = ("transformers", "products")
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Measurement:
+    """Samples of one run, by contender; `products` holds rates alone (tok/s)."""
+
+    engine: str
+    tree: str
+    plan: Plan
+    workload: Workload
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
+    products: list[float] = field(default_factory=list)
+    about: dict[str, dict[str, object]] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def rates(self, name: str) -> list[float]:
+        """Decode tok/s of each run of one contender."""
+        if name == "products":
+            return self.products
+        return [sample.decode_tok_s for sample in self.samples[name]]
+
+    def ratio(self, rival: str) -> Ratio:
+        """Decode rate of the engine over a rival's, pair by pair."""
+        return paired_ratio(self.rates(self.engine), self.rates(rival))
+
+    @property
+    def rivals(self) -> list[str]:
+        """Who ran beside the engine."""
+        return [
+            *(n for n in self.samples if n != self.engine),
+            *(["products"] * bool(self.products)),
+        ]
+
+
+def bench(
+    engine: Engine | Spec | Path | str,
+    *,
+    beside: Sequence[str] = (),
+    workload: Workload | None = None,
+    verdict: str | None = None,
+) -> pd.DataFrame:
+    """Measure an engine, and beside it `transformers` or `products` (its matrix products alone).
+
+    What the spec's goals compare with is measured along. The rows carry live numbers of this
+    machine; `rows.attrs["ratios"]` holds the engine's ratio to each rival with its spread.
+    verdict: hash of the verdict that says this engine is right. InputError for an unknown rival.
+    """
+    if isinstance(engine, Engine):
+        measured = measure(engine, beside=beside, workload=workload)
+    else:
+        with Engine.open(engine) as opened:
+            measured = measure(opened, beside=beside, workload=workload)
+    return to_rows(measured, verdict)
+
+
+def measure(
+    engine: Engine, *, beside: Sequence[str] = (), workload: Workload | None = None
+) -> Measurement:
+    """Time an open engine and its rivals in turn, one warm-up each, after all are loaded."""
+    workload = workload or Workload.from_spec(engine.spec)
+    rivals = _rivals(engine.spec, beside)
+    measured = Measurement(engine.folder.name, engine.tree, plan(engine.spec), workload)
+    live = Live()
+    with ExitStack() as stack:
+        runners = {engine.folder.name: _engine_runner(engine, measured)}
+        for name in rivals:
+            live.update(f"bench: loading {name}")
+            runners[name] = _RIVALS[name](stack, engine, measured)
+        for name, run in runners.items():
+            live.update(f"bench: {name} warms up")
+            run()
+        timed = in_turn({n: _told(live, n, run) for n, run in runners.items()}, workload.runs)
+    measured.products = timed.pop("products", [])
+    measured.samples = timed
+    live.close(f"bench: {summary(measured)}")
+    return measured
+
+
+def summary(measured: Measurement) -> str:
+    """One line: decode tok/s of each, and the ratios."""
+    names = [measured.engine, *measured.rivals]
+    rates = ", ".join(f"{name} {spread(measured.rates(name)).p50:.1f}" for name in names)
+    ratios = "; ".join(f"{measured.ratio(name)} x {name}" for name in measured.rivals)
+    return f"decode tok/s: {rates}" + (f"; {ratios}" if ratios else "")
+
+
+def to_rows(measured: Measurement, verdict: str | None = None) -> pd.DataFrame:
+    """Rows of the result schema, and the raw samples in a file of data/local."""
+    raw = _save_raw(measured)
+    base = _common(measured) | {"raw": raw, "timestamp": results.now()}
+    rows = [row for name in measured.samples for row in _rows_of(measured, name, base)]
+    if measured.products:
+        rows.append(_row(measured, "products", "decode_tok_s", measured.products, base))
+    for row in rows:
+        if row["engine"] == measured.engine:
+            row |= {"engine_tree": measured.tree, "verdict": verdict}
+    table = results.table(rows)
+    table.attrs["ratios"] = {name: str(measured.ratio(name)) for name in measured.rivals}
+    return table
+
+
+def _rivals(spec: Spec, beside: Sequence[str]) -> list[str]:
+    asked = [*beside, *spec.goals.ratio_to, *(["products"] * bool(spec.goals.fraction_of_products))]
+    unknown = [name for name in asked if name not in RIVALS]
+    if unknown:
+        raise InputError(f"beside: {unknown[0]!r} is not known; use {' or '.join(RIVALS)}")
+    return list(dict.fromkeys(asked))
+
+
+def _engine_runner(engine: Engine, measured: Measurement) -> Callable[[], Sample]:
+    workload = measured.workload
+    prompts = workload.prompts(measured.plan.dims.vocab_size)
+    measured.about[measured.engine] = {"threads": usable_cores()}
+
+    def events(batch: list[list[int]]) -> Iterator[tuple[int, int]]:
+        params = workload.params()
+        streams = {engine.process.submit(prompt, params): i for i, prompt in enumerate(batch)}
+        for steps in engine.process.run():
+            yield from ((streams[step[0]], step[1]) for step in steps)
+
+    def run() -> Sample:
+        batch = next(prompts)
+        return sample_from(events(batch), batch)
+
+    return run
+
+
+def _transformers(stack: ExitStack, engine: Engine, measured: Measurement) -> Callable:
+    gpu = measured.plan.hardware.is_gpu
+    dtype = "bfloat16" if gpu else "float32"
+    device = "cuda" if gpu else "cpu"
+    rival = stack.enter_context(Transformers(engine.checkpoint, dtype, device))
+    vocab = measured.plan.dims.vocab_size
+    best = rival.find_best(measured.workload, vocab)
+    print(f"transformers at its best here: {best}, {rival.trials[best]:.1f} tok/s", flush=True)
+    measured.about["transformers"] = rival.describe()
+    measured.versions |= rival.versions
+    prompts = measured.workload.prompts(vocab)
+    return lambda: rival.sample(next(prompts), measured.workload)
+
+
+def _products(stack: ExitStack, engine: Engine, measured: Measurement) -> Callable:
+    products = Products(measured.plan.dims, engine.spec.precision.weights, usable_cores())
+    rival = stack.enter_context(products)
+    measured.about["products"] = {"threads": rival.threads}
+    return rival.rate
+
+
+_RIVALS = {"transformers": _transformers, "products": _products}
+
+
+def _told(live: Live, name: str, run: Callable) -> Callable:
+    def told() -> object:
+        live.update(f"bench: {name} runs")
+        return run()
+
+    return told
+
+
+def _rows_of(measured: Measurement, name: str, base: dict) -> Iterator[dict]:
+    for metric in results.METRICS:
+        values = [getattr(sample, metric) for sample in measured.samples[name]]
+        yield _row(measured, name, metric, values, base)
+
+
+def _row(measured: Measurement, name: str, metric: str, values: list[float], base: dict) -> dict:
+    precision = "fp32" if name == "transformers" else base["precision"]
+    others = ", ".join(n for n in [measured.engine, *measured.rivals] if n != name)
+    conditions = {
+        "timing": f"host clock outside the process, in turn with {others or 'nobody'}",
+        "decoding": "greedy, ignore_eos, random prompts never repeated",
+        "floor": floor_kind(measured.plan.hardware, measured.plan.weight_bytes_per_token),
+        **measured.about.get(name, {}),
+    }
+    quantiles = {k: v for k, v in asdict(spread(values)).items()}
+    return {
+        **base,
+        **quantiles,
+        "engine": name,
+        "precision": precision,
+        "metric": metric,
+        "unit": results.METRICS[metric],
+        "floor": floors(measured.plan, measured.workload).get(metric),
+        "conditions": results.pairs(conditions),
+    }
+
+
+def _common(measured: Measurement) -> dict[str, object]:
+    spec, hardware, workload = measured.plan.spec, measured.plan.hardware, measured.workload
+    return {
+        "origin": "live",
+        "model": spec.model,
+        "weights": "real",
+        "precision": spec.precision.weights,
+        "tp": spec.parallel.tp,
+        "gpu": hardware.title,
+        "n_gpu": spec.parallel.tp if hardware.is_gpu else 0,
+        "batch": workload.concurrency,
+        "prompt_len": workload.prompt_len,
+        "output_len": workload.output_len,
+        "versions": results.pairs(measured.versions or _versions()),
+    }
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {"torch": version("torch")}
+
+
+def floor_kind(hardware: Hardware, weight_bytes: float) -> str:
+    """What a floor on this machine is worth: see `results.FLOORS`."""
+    if hardware.is_gpu:
+        return "nominal"
+    return "cache-resident" if weight_bytes <= hardware.cache_bytes else "measured"
+
+
+def _save_raw(measured: Measurement) -> str:
+    data = {
+        "engine": measured.engine,
+        "tree": measured.tree,
+        "workload": measured.workload.model_dump(),
+        "samples": {name: [asdict(s) for s in runs] for name, runs in measured.samples.items()},
+        "products": measured.products,
+    }
+    stamp = results.now().replace(":", "")
+    path = paths.LOCAL / "bench" / f"{measured.engine}-{stamp}.json"
+    paths.write_atomic(path, json.dumps(data, default=str))
+    return path.relative_to(paths.ROOT).as_posix()

@@ -1,0 +1,85 @@
+"""One row is one idea that was tried; written by the code that measured it, never by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pandera.pandas as pa
+
+from metainfer_lab.bench.results import append_rows, read_rows
+from metainfer_lab.errors import InputError
+
+STATUS = ("keep", "discard", "crash", "timeout", "gate_failed")
+
+
+class LedgerRow(pa.DataFrameModel):
+    """Columns of a ledger. Ratios are new over old throughput, `ratio_lo`..`ratio_hi` their spread."""
+
+    id: str = pa.Field(unique=True)
+    parent: str = pa.Field(nullable=True)
+    hypothesis: str = pa.Field(str_length={"min_value": 1})
+    predicted_ratio: float = pa.Field(gt=0, nullable=True)
+    workload: str = pa.Field(nullable=True)
+    ratio: float = pa.Field(gt=0, nullable=True)
+    ratio_lo: float = pa.Field(gt=0, nullable=True)
+    ratio_hi: float = pa.Field(gt=0, nullable=True)
+    gates: str = pa.Field(nullable=True)
+    lines: pd.Int64Dtype = pa.Field(nullable=True)
+    seconds: float = pa.Field(ge=0, nullable=True)
+    status: str = pa.Field(isin=STATUS)
+    reason: str = pa.Field(nullable=True)
+    diff: str = pa.Field(nullable=True)
+    raw: str = pa.Field(nullable=True)
+
+    class Config:
+        """Nothing beside the columns above, and each of its own type."""
+
+        strict = True
+        coerce = True
+        ordered = True
+
+
+COLUMNS = tuple(LedgerRow.to_schema().columns)
+
+
+def check(rows: pd.DataFrame) -> pd.DataFrame:
+    """The same rows with exact types; InputError names the row and what is wrong with it."""
+    try:
+        rows = LedgerRow.validate(rows, lazy=True)
+    except pa.errors.SchemaErrors as error:
+        case = error.failure_cases.iloc[0]
+        raise InputError(
+            f"ledger: column {case['column']}, row {case['index']}: {case['failure_case']!r} "
+            f"does not satisfy {case['check']}"
+        ) from None
+    known: set[str] = set()
+    for _, row in rows.iterrows():
+        problem = _contradiction(row, known)
+        if problem:
+            raise InputError(f"ledger: row {row['id']}: {problem}")
+        known.add(row["id"])
+    return rows
+
+
+def _contradiction(row: pd.Series, known: set[str]) -> str | None:
+    if not pd.isna(row["parent"]) and row["parent"] not in known:
+        return f"parent {row['parent']} is no earlier row"
+    measured = not row[["ratio", "ratio_lo", "ratio_hi"]].isna().any()
+    if row["status"] == "keep" and not measured and not pd.isna(row["parent"]):
+        return "kept without a measured ratio and its spread"
+    if measured and not row["ratio_lo"] <= row["ratio"] <= row["ratio_hi"]:
+        return f"ratio {row['ratio']} lies outside {row['ratio_lo']}..{row['ratio_hi']}"
+    if row["status"] != "keep" and pd.isna(row["reason"]):
+        return f"status {row['status']} needs a reason"
+    return None
+
+
+def read(path: Path) -> pd.DataFrame:
+    """A checked ledger from its TSV."""
+    return check(read_rows(path))
+
+
+def append(path: Path, row: dict) -> pd.DataFrame:
+    """Add one checked row to a ledger, whole or not at all; returns the whole ledger."""
+    return append_rows(path, pd.DataFrame([row]).reindex(columns=list(COLUMNS)), check)
