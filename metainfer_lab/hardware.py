@@ -80,11 +80,15 @@ class Hardware(Record):
     def rate(self, dtype: str) -> Rate:
         """Arithmetic rate (operations/s) of matrix products in a dtype."""
         if dtype not in self.flops:
-            raise InputError(f"hardware {self.name}: no {dtype} rate; it has {', '.join(self.flops)}")
+            raise InputError(
+                f"hardware {self.name}: no {dtype} rate; it has {', '.join(self.flops)}"
+            )
         return self.flops[dtype]
 
     def __str__(self) -> str:
-        rates = ", ".join(f"{key} {rate.planning / 1e12:,.4g} T/s" for key, rate in self.flops.items())
+        rates = ", ".join(
+            f"{key} {rate.planning / 1e12:,.4g} T/s" for key, rate in self.flops.items()
+        )
         return (
             f"{self.title}: {self.memory_bytes / 1e9:,.0f} GB at {self.bandwidth.planning / 1e9:,.0f}"
             f" GB/s (nominal {self.bandwidth.nominal / 1e9:,.0f}); {rates}"
@@ -96,7 +100,9 @@ def known() -> list[str]:
     return ["cpu", *sorted(path.stem for path in HARDWARE.glob("*.yaml"))]
 
 
-def measured_cpu(profile: Path = CPU_PROFILE, probe: Callable[[], Hardware] | None = None) -> Hardware:
+def measured_cpu(
+    profile: Path = CPU_PROFILE, probe: Callable[[], Hardware] | None = None
+) -> Hardware:
     """This machine's profile: read back if the same processor wrote it, else measured (seconds)."""
     if profile.is_file():
         try:
