@@ -1,0 +1,24 @@
+"""Engines: what a folder says of itself, the process it runs in, and how one talks with it."""
+
+from metainfer_lab.engine.manifest import EngineManifest, find_engine, is_recorded
+from metainfer_lab.engine.process import (
+    Arrival,
+    EngineDied,
+    EngineError,
+    EngineProcess,
+    StepResult,
+)
+from metainfer_lab.engine.session import Chat, Engine
+
+__all__ = [
+    "Arrival",
+    "Chat",
+    "Engine",
+    "EngineDied",
+    "EngineError",
+    "EngineManifest",
+    "EngineProcess",
+    "StepResult",
+    "find_engine",
+    "is_recorded",
+]

@@ -1,0 +1,247 @@
+"""An engine at arm's length: `EngineProcess` starts the confined host and speaks with it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, overload
+
+import numpy as np
+
+from metainfer_lab import wire
+from metainfer_lab.engine.manifest import is_recorded
+from metainfer_lab.sandbox import Confined, Sandbox, choose
+
+HOST = Path(__file__).with_name("host.py")
+DEFAULT_TIMEOUT_S = 120.0
+
+
+class EngineError(Exception):
+    """The engine raised: `type` is the exception's name, `text` its message, `trace` its end."""
+
+    def __init__(self, type: str, text: str, trace: str = ""):
+        super().__init__(f"{type}: {text}")
+        self.type = type
+        self.text = text
+        self.trace = trace
+
+
+class EngineDied(Exception):
+    """The host process ended, hung past its time, or spoke nonsense."""
+
+
+class StepResult(NamedTuple):
+    """One token of one request; finish_reason: None | "stop" | "length"."""
+
+    request: int
+    token: int
+    logprob: float
+    top_logprobs: list[tuple[int, float]] | None
+    finish_reason: str | None
+
+
+class Arrival(NamedTuple):
+    """What one `step` of a running host gave, and when the parent saw it (time.perf_counter)."""
+
+    seconds: float
+    results: list[StepResult]
+
+
+class EngineProcess:
+    """A context manager over one host process and the engine that it has loaded.
+
+    The first checkpoint is loaded on entry; `load` replaces it by another below `readable`.
+    timeout_s: the longest that any single answer may take.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        checkpoint: Path | str | None,
+        *,
+        device: str = "cpu",
+        max_batch: int = 4,
+        max_context: int = 256,
+        cache_bytes: int | None = None,
+        sandbox: Sandbox = "auto",
+        readable: Sequence[Path] = (),
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ):
+        self.folder = Path(folder).resolve()
+        self.checkpoint = checkpoint
+        self.settings = dict(
+            device=device, max_batch=max_batch, max_context=max_context, cache_bytes=cache_bytes
+        )
+        self.level = choose(sandbox, trusted=is_recorded(self.folder))
+        self.readable = [self.folder, HOST, Path(wire.__file__), *readable]
+        if checkpoint is not None:
+            self.readable.append(Path(checkpoint).resolve())
+        self.timeout_s = timeout_s
+        self.confined: Confined | None = None
+
+    def __enter__(self) -> EngineProcess:
+        self._start()
+        try:
+            if self.checkpoint is not None:
+                self.load(self.checkpoint)
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                self.close()
+        finally:
+            self.kill()
+
+    def load(self, checkpoint: Path | str, **changed: Any) -> None:
+        """Load a checkpoint in place of the present one; `changed` overrides the settings once."""
+        self._call("load", checkpoint=str(Path(checkpoint).resolve()), **self.settings | changed)
+
+    @overload
+    def score(self, tokens: Sequence[int], positions: Sequence[int]) -> np.ndarray: ...
+    @overload
+    def score(
+        self, tokens: Sequence[int], positions: Sequence[int], *, routing: Literal[True]
+    ) -> tuple[np.ndarray, np.ndarray]: ...
+    def score(
+        self, tokens: Sequence[int], positions: Sequence[int], *, routing: bool = False
+    ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+        """Logits [len(positions), V] as the engine gave them; with routing, expert ids too."""
+        asked = {"tokens": _ints(tokens), "positions": _ints(positions), "routing": routing}
+        answer = self._call("score", **asked)
+        return (answer["logits"], answer["experts"]) if routing else answer["logits"]
+
+    def submit(self, tokens: Sequence[int], params: dict[str, Any] | None = None) -> int:
+        """Queue a request; its id."""
+        return self._call("submit", tokens=_ints(tokens), params=params or {})["request"]
+
+    def step(self) -> list[StepResult]:
+        """One step of the engine."""
+        return _results(self._call("step"))
+
+    def cancel(self, request: int) -> None:
+        """Give a request up."""
+        self._call("cancel", request=request)
+
+    def stats(self) -> dict[str, Any]:
+        """The engine's own counters."""
+        return self._call("stats")["stats"]
+
+    def modules(self) -> list[str]:
+        """Top-level names of the modules that the process has imported."""
+        return self._call("modules")["modules"]
+
+    def run(self) -> Iterator[Arrival]:
+        """Let the host spin `step` until all requests are finished; leaving the loop stops it."""
+        self._send("run")
+        idle = False
+        try:
+            while not idle:
+                message = self._receive()
+                idle = "idle" in message
+                if not idle:
+                    yield Arrival(time.perf_counter(), _results(message))
+        finally:
+            if not idle and self.confined is not None:
+                self._stop()
+
+    def finish(self, max_steps: int = 100_000) -> list[StepResult]:
+        """All results until nothing is unfinished, by `run`."""
+        return [result for arrival in self.run() for result in arrival.results]
+
+    def close(self) -> None:
+        """Close the engine and let the process end by itself."""
+        if self.confined is not None:
+            self._call("exit")
+            self.kill()
+
+    def kill(self) -> None:
+        """End the process and all it started, without asking."""
+        confined, self.confined = self.confined, None
+        if confined is None:
+            return
+        os.close(self._commands)
+        os.close(self._results)
+        confined.end()
+
+    def _start(self) -> None:
+        child_in, self._commands = os.pipe()
+        self._results, child_out = os.pipe()
+        settings = {
+            "wire": str(wire.__file__),
+            "folder": str(self.folder),
+            "commands": child_in,
+            "results": child_out,
+        }
+        try:
+            self.confined = Confined(
+                ["python", "-I", "-S", str(HOST)],
+                settings=settings,
+                level=self.level,
+                readable=self.readable,
+                pass_fds=(child_in, child_out),
+            )
+        finally:
+            os.close(child_in)
+            os.close(child_out)
+
+    def _call(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        self._send(operation, **arguments)
+        return self._receive()
+
+    def _send(self, operation: str, **arguments: Any) -> None:
+        if self.confined is None:
+            raise EngineDied(f"{self.folder.name}: {operation} after the process has ended")
+        try:
+            wire.send(self._commands, {"op": operation, **arguments})
+        except BrokenPipeError:
+            self._died("ended")
+
+    def _receive(self) -> dict[str, Any]:
+        deadline = time.monotonic() + self.timeout_s
+        try:
+            message = wire.receive(self._results, deadline)
+        except EOFError:
+            self._died("ended")
+        except TimeoutError:
+            self._died(f"gave no answer in {self.timeout_s:.0f} s")
+        except (ValueError, KeyError, TypeError) as error:
+            self._died(f"spoke nonsense ({error})")
+        if "error" in message:
+            raise EngineError(message["error"], message["text"], message["trace"])
+        return message
+
+    def _stop(self) -> None:
+        self._send("stop")
+        while "idle" not in self._receive():
+            pass
+
+    def _died(self, how: str) -> None:
+        confined = self.confined
+        self.kill()
+        lines = confined.stderr.text().strip().splitlines()[-5:] if confined else []
+        said = "; its last words: " + " | ".join(lines) if lines else ", silently"
+        raise EngineDied(f"{self.folder.name}: the engine's process {how}{said}") from None
+
+
+def _results(message: dict[str, Any]) -> list[StepResult]:
+    return [
+        StepResult(request, token, logprob, top and [(t, p) for t, p in top], finish)
+        for request, token, logprob, top, finish in message["steps"]
+    ]
+
+
+def _ints(values: Sequence[int]) -> list[Any]:
+    """Plain JSON numbers; what is no integer goes through as it is, for the engine to refuse."""
+    return [int(v) if isinstance(v, int | np.integer) else v for v in values]
