@@ -89,6 +89,15 @@ class Goals(Part):
     ratio_to: dict[str, float] = {}
 
 
+class Reported(Part):
+    """A number that somebody published for this very case; never mixed with measured ones."""
+
+    engine: str
+    tok_s: float = Field(gt=0)
+    conditions: str
+    source: str
+
+
 class Spec(Part):
     """One engine's contract: model, hardware, precision, parallelism, workload, goals."""
 
@@ -101,6 +110,7 @@ class Spec(Part):
     capabilities: Capabilities
     workload: Workload
     goals: Goals = Goals()
+    reported: tuple[Reported, ...] = ()
 
     @model_validator(mode="before")
     @classmethod
