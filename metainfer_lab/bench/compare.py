@@ -17,7 +17,7 @@ from metainfer_lab.bench.transformers import Transformers
 from metainfer_lab.bench.workload import Workload
 from metainfer_lab.engine import Engine
 from metainfer_lab.errors import InputError
-from metainfer_lab.hardware import Hardware, usable_cores
+from metainfer_lab.hardware import usable_cores
 from metainfer_lab.live import Live
 from metainfer_lab.plan import Plan, plan
 from metainfer_lab.spec import Spec
@@ -144,8 +144,8 @@ def _engine_runner(engine: Engine, measured: Measurement) -> Callable[[], Sample
     def events(batch: list[list[int]]) -> Iterator[tuple[int, int]]:
         params = workload.params()
         streams = {engine.process.submit(prompt, params): i for i, prompt in enumerate(batch)}
-        for steps in engine.process.run():
-            yield from ((streams[step[0]], step[1]) for step in steps)
+        for arrival in engine.process.run():
+            yield from ((streams[result.request], result.token) for result in arrival.results)
 
     def run() -> Sample:
         batch = next(prompts)
@@ -193,23 +193,22 @@ def _rows_of(measured: Measurement, name: str, base: dict) -> Iterator[dict]:
 
 
 def _row(measured: Measurement, name: str, metric: str, values: list[float], base: dict) -> dict:
-    precision = "fp32" if name == "transformers" else base["precision"]
+    planned = _plan_of(measured, name)
     others = ", ".join(n for n in [measured.engine, *measured.rivals] if n != name)
     conditions = {
         "timing": f"host clock outside the process, in turn with {others or 'nobody'}",
         "decoding": "greedy, ignore_eos, random prompts never repeated",
-        "floor": floor_kind(measured.plan.hardware, measured.plan.weight_bytes_per_token),
+        "floor": floor_kind(planned),
         **measured.about.get(name, {}),
     }
-    quantiles = {k: v for k, v in asdict(spread(values)).items()}
     return {
         **base,
-        **quantiles,
+        **asdict(spread(values)),
         "engine": name,
-        "precision": precision,
+        "precision": planned.spec.precision.weights,
         "metric": metric,
         "unit": results.METRICS[metric],
-        "floor": floors(measured.plan, measured.workload).get(metric),
+        "floor": floors(planned, measured.workload)[metric],
         "conditions": results.pairs(conditions),
     }
 
@@ -237,11 +236,38 @@ def _versions() -> dict[str, str]:
     return {"torch": version("torch")}
 
 
-def floor_kind(hardware: Hardware, weight_bytes: float) -> str:
+def _plan_of(measured: Measurement, name: str) -> Plan:
+    """The plan whose floor a contender is held to: transformers runs unquantised."""
+    if name != "transformers":
+        return measured.plan
+    plain = "bf16" if measured.plan.hardware.is_gpu else "fp32"
+    spec = measured.plan.spec.change(precision__weights=plain, precision__activations=plain)
+    return plan(spec)
+
+
+def floors(planned: Plan, workload: Workload) -> dict[str, float]:
+    """Floor of each metric at nominal rates: the most a rate can be, the least a time can be.
+
+    A decode step holds the workload's mean context; ms and tok/s.
+    """
+    rate = planned.floor_tok_s(workload.concurrency, round(workload.mean_context))
+    first, step = planned.floor_ttft_ms(workload.prompt_len), 1e3 * workload.concurrency / rate
+    whole = first + (workload.output_len - 1) * step
+    return {
+        "ttft_ms": first,
+        "tpot_ms": step,
+        "decode_tok_s": rate,
+        "output_tok_s": 1e3 * workload.concurrency * workload.output_len / whole,
+    }
+
+
+def floor_kind(planned: Plan) -> str:
     """What a floor on this machine is worth: see `results.FLOORS`."""
+    hardware = planned.hardware
     if hardware.is_gpu:
         return "nominal"
-    return "cache-resident" if weight_bytes <= hardware.cache_bytes else "measured"
+    fits = planned.weight_bytes_per_token <= hardware.cache_bytes
+    return "cache-resident" if fits else "measured"
 
 
 def _save_raw(measured: Measurement) -> str:

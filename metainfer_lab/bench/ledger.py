@@ -14,7 +14,7 @@ STATUS = ("keep", "discard", "crash", "timeout", "gate_failed")
 
 
 class LedgerRow(pa.DataFrameModel):
-    """Columns of a ledger. Ratios are new over old throughput, `ratio_lo`..`ratio_hi` their spread."""
+    """Columns of a ledger. Ratios are new over old throughput, lo and hi their spread."""
 
     id: str = pa.Field(unique=True)
     parent: str = pa.Field(nullable=True)

@@ -102,7 +102,7 @@ def _product(dtype: str, rows: int, columns: int) -> Callable[[], object]:
 
 
 def _int8_product(rows: int, columns: int) -> Callable[[], object]:
-    """int8 weights by output channel, activations quantised on the fly: torch's fastest on a CPU."""
+    """int8 weights by output channel, activations on the fly: torch's fastest on a CPU."""
     import torch
 
     scales, zeros = torch.full((rows,), 0.01, dtype=torch.float64), torch.zeros(rows).long()

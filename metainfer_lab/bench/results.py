@@ -1,4 +1,4 @@
-"""One row is one quantity of one engine at one operating point; every table of results has this schema."""
+"""One row is one quantity of one engine at one operating point: the schema of all results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ORIGINS = ("live", "recorded", "reported")
 METRICS = {"ttft_ms": "ms", "tpot_ms": "ms", "decode_tok_s": "tok/s", "output_tok_s": "tok/s"}
 RATES = tuple(metric for metric, unit in METRICS.items() if unit == "tok/s")
 # How the floor of a row was found. Beyond a nominal one lies a wrong clock or skipped work; a floor
-# from a measured rate can be passed by noise, and one from memory where the cache holds the weights.
+# from a measured rate can be passed by noise, one of memory where the cache holds the weights.
 FLOORS = ("nominal", "measured", "cache-resident")
 # What a measured row must say of itself besides its columns, as key=value in `conditions`.
 REQUIRED_CONDITIONS = ("timing", "decoding", "floor")
@@ -38,8 +38,8 @@ class ResultRow(pa.DataFrameModel):
     batch: pd.Int64Dtype = pa.Field(ge=1)
     prompt_len: pd.Int64Dtype = pa.Field(ge=0, nullable=True)
     output_len: pd.Int64Dtype = pa.Field(ge=1, nullable=True)
-    metric: str = pa.Field(isin=METRICS)
-    unit: str = pa.Field(isin=set(METRICS.values()))
+    metric: str = pa.Field(isin=tuple(METRICS))
+    unit: str = pa.Field(isin=tuple(METRICS.values()))
     n: pd.Int64Dtype = pa.Field(ge=1, nullable=True)
     p20: float = pa.Field(gt=0, nullable=True)
     p50: float = pa.Field(gt=0)
@@ -163,8 +163,8 @@ def _refuse_mixture(engine: str, point: tuple, p50: pd.Series) -> None:
     streams = p50["decode_tok_s"] * p50["tpot_ms"] / 1000
     if abs(streams / point[0] - 1) > 0.15:
         raise InputError(
-            f"results: {engine}: {p50['decode_tok_s']:.4g} tok/s at {p50['tpot_ms']:.4g} ms a token "
-            f"are {streams:.2f} streams, not {point[0]}: the rows mix operating points"
+            f"results: {engine}: {p50['decode_tok_s']:.4g} tok/s at {p50['tpot_ms']:.4g} ms "
+            f"a token are {streams:.2f} streams, not {point[0]}: the rows mix operating points"
         )
 
 

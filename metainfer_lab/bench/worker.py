@@ -85,9 +85,8 @@ class Worker:
     def _fate(self, ended: bool) -> str:
         self.stderr.seek(0)
         said = " | ".join(self.stderr.read().strip().splitlines()[-3:]) or "nothing"
-        return (
-            f"{'died' if ended else f'was silent for {self.timeout_s:g} s'}; it last said: {said}"
-        )
+        fate = "died" if ended else f"was silent for {self.timeout_s:g} s"
+        return f"{fate}; it last said: {said}"
 
 
 def serve(handler: Callable[[dict], Iterator[dict]]) -> None:

@@ -1,4 +1,4 @@
-"""What is asked of an engine while the clock runs: lengths, streams, and prompts never seen twice."""
+"""What is asked of an engine while the clock runs: lengths, streams, fresh prompts."""
 
 from __future__ import annotations
 

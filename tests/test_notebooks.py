@@ -1,0 +1,149 @@
+"""The batch runner tells the truth whatever becomes of the kernel; about 25 s, kernels start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import psutil
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+from metainfer_lab import notebook_files, notebooks, paths
+from metainfer_lab.errors import InputError
+
+
+def make(folder: Path, *sources: str, name: str = "77_try.ipynb", **metadata: object) -> Path:
+    """A notebook: a heading, a parameters cell, then the given code cells."""
+    parameters = new_code_cell('machine: str = "cpu"\nphases: list = ["model"]\nsize: int = 3')
+    parameters.metadata["tags"] = ["parameters"]
+    cells = [new_markdown_cell("# Try"), parameters]
+    for source in sources:
+        cells += [new_markdown_cell(f"## Do {source[:12]}"), new_code_cell(source)]
+    path = folder / name
+    nbformat.write(new_notebook(cells=cells, metadata=metadata), path)
+    return path
+
+
+def run(path: Path, timeout_s: float = 60, **parameters: object) -> notebooks.Outcome:
+    out = path.parent / "out"
+    return notebooks.run_one(path, parameters, timeout_s=timeout_s, quiet=True, out=out)
+
+
+def test_passed_run_is_scrubbed_parameterised_and_reported(tmp_path):
+    """No kernelspec in the file either: papermill alone refuses such a notebook."""
+    path = make(tmp_path, "import os\nprint(os.getcwd())", "print('size', size)")
+    outcome = run(path, size=8)
+    assert outcome.status == "ok" and outcome.last_line == "size 8"
+    assert [cell.title for cell in outcome.cells[-2:]] == ["Do import os", "Do print('size'"[:15]]
+    written = tmp_path / "out" / path.name
+    text = written.read_text()
+    assert str(paths.ROOT) not in text and '"papermill"' not in text
+    assert notebooks.read_status(tmp_path / "out/77_try.run.json") == outcome
+    clean = notebook_files.without_injection(notebook_files.read_notebook(written))
+    counts = [cell.execution_count for cell in clean.cells if cell.cell_type == "code"]
+    assert counts == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "says"),
+    [
+        ("raise KeyError('gone')", "failed", "KeyError"),
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "dead-kernel", "died"),
+        ("import sys\nsys.exit(3)", "failed", "SystemExit"),
+    ],
+)
+def test_cell_that_fails_is_named(tmp_path, source, status, says):
+    path = make(tmp_path, "1 + 1", source, "print('never')")
+    outcome = run(path)
+    assert outcome.status == status and says in outcome.error
+    assert outcome.failed_cell.title.startswith(f"Do {source[:5]}")
+    assert len(outcome.cells) == outcome.code_cells - 1
+    assert not (tmp_path / "out" / path.name).exists()
+    assert (tmp_path / "out" / "77_try.failed.ipynb").exists()
+
+
+def test_clean_exit_in_the_middle_is_no_pass(tmp_path):
+    """papermill takes SystemExit(0) for success and runs on, or stops with unrun cells."""
+    outcome = run(make(tmp_path, "import sys\nsys.exit(0)", "print('after')"))
+    assert outcome.status == "failed" and "SystemExit" in outcome.error
+
+
+def test_hang_ends_at_the_limit_and_leaves_no_process(tmp_path):
+    mark = tmp_path / "pids"
+    code = (
+        "import os, subprocess\np = subprocess.Popen(['sleep', '300'])\n"
+        f"open({str(mark)!r}, 'w').write(f'{{os.getpid()}} {{p.pid}}')\nwhile True: pass"
+    )
+    started = time.monotonic()
+    outcome = run(make(tmp_path, code), timeout_s=8)
+    assert outcome.status == "timeout" and time.monotonic() - started < 20
+    time.sleep(0.5)
+    left = [pid for pid in map(int, mark.read_text().split()) if psutil.pid_exists(pid)]
+    assert not [p for p in left if psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+
+
+def test_earlier_output_never_stands_for_a_failed_run(tmp_path):
+    path = make(tmp_path, "print('fine')")
+    assert run(path).passed
+    make(tmp_path, "raise ValueError('not any more')")
+    assert not run(path).passed
+    assert not (tmp_path / "out" / path.name).exists()
+
+
+def test_missing_kernel_is_named(tmp_path):
+    path = make(tmp_path, "1")
+    outcome = notebooks.run_one(
+        path, {}, timeout_s=60, quiet=True, out=tmp_path / "out", kernel="no-such-kernel"
+    )
+    assert outcome.status == "no-kernel" and "no-such-kernel" in outcome.error
+
+
+def test_killed_parent_leaves_a_status_that_says_so(tmp_path):
+    """The runner itself is killed: `running` of a process that is gone reads as cancelled."""
+    path = make(tmp_path, "import time\ntime.sleep(60)")
+    code = (
+        "from pathlib import Path; from metainfer_lab import notebooks as n;"
+        f"n.run_one(Path({str(path)!r}), {{}}, timeout_s=60, quiet=True,"
+        f" out=Path({str(tmp_path / 'out')!r}))"
+    )
+    runner = subprocess.Popen([sys.executable, "-c", code], cwd=paths.ROOT)
+    status = tmp_path / "out/77_try.run.json"
+    while not status.exists():
+        time.sleep(0.1)
+    children = psutil.Process(runner.pid).children(recursive=True)
+    os.kill(runner.pid, signal.SIGKILL)
+    runner.wait()
+    for child in children:
+        child.kill()
+    assert json.loads(status.read_text())["status"] == "running"
+    assert notebooks.read_status(status).status == "cancelled"
+
+
+def test_parameters_are_checked_before_anything_starts(tmp_path):
+    path = make(tmp_path, "1")
+    check = notebook_files.check_parameters
+    assert check([path], {"machine": "cpu", "size": "4", "phases": ["a"]})[path]["size"] == 4
+    for given, says in [({"sise": 4}, "sise"), ({"size": "x"}, "size"), ({"phases": 1}, "phases")]:
+        with pytest.raises(InputError, match=says):
+            check([path], given)
+    with pytest.raises(InputError, match="gpu9"):
+        notebooks.run_notebooks([str(path)], machine="gpu9")
+    with pytest.raises(InputError, match="99_nothing"):
+        notebooks.find(["99_nothing"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_parameters_cells_are_refused(tmp_path):
+    path = make(tmp_path, "1")
+    notebook = notebook_files.read_notebook(path)
+    notebook.cells[3].metadata["tags"] = ["parameters"]
+    notebook_files.save_notebook(notebook, path)
+    with pytest.raises(InputError, match="2 cells"):
+        notebook_files.declared(path)
