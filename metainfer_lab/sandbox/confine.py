@@ -3,7 +3,7 @@
 It forks. The child ties its own hands (no new privileges, resource limits, Landlock for files, TCP
 and signals, seccomp against sockets and tracing) and becomes the command; the parent stays as the
 subreaper of whatever the command leaves behind and ends all of it. POLICY is one JSON object:
-listable, readable, writable: lists of paths; sockets: whether they stay; limits: values by RLIMIT_*.
+listable, readable, writable: paths; sockets: whether they stay; limits: values by RLIMIT_* name.
 """
 
 from __future__ import annotations

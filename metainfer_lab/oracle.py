@@ -1,0 +1,156 @@
+"""The oracle: transformers' own model class on a checkpoint, in a process of its own.
+
+    with Oracle(checkpoint, dtype="float64") as oracle:
+        logits = oracle.logits(tokens, positions)
+
+It never sees the candidate, and its process is the only one that imports transformers. Rotary
+angles are computed in float64, where transformers itself keeps to float32.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from metainfer_lab import wire
+from metainfer_lab.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+Dtype = Literal["float32", "float64"]
+TIMEOUT_S = 600.0
+
+
+class Oracle:
+    """A context manager; `use` moves it to another checkpoint without a new process."""
+
+    def __init__(self, checkpoint: Path | str | None = None, dtype: Dtype = "float64"):
+        self.checkpoint = checkpoint
+        self.dtype = dtype
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Oracle:
+        child_in, self._commands = os.pipe()
+        self._results, child_out = os.pipe()
+        argv = [sys.executable, "-m", "metainfer_lab.oracle", json.dumps([child_in, child_out])]
+        root = str(Path(__file__).resolve().parent.parent)
+        self._process = subprocess.Popen(
+            argv,
+            pass_fds=(child_in, child_out),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": root, "HF_HUB_OFFLINE": "1"},
+        )
+        os.close(child_in)
+        os.close(child_out)
+        if self.checkpoint is not None:
+            self.use(self.checkpoint)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            os.close(self._commands)
+            os.close(self._results)
+            process.kill()
+            process.wait()
+
+    def use(self, checkpoint: Path | str, dtype: Dtype | None = None) -> None:
+        """Answer for this checkpoint from now on."""
+        self.checkpoint, self.dtype = checkpoint, dtype or self.dtype
+        self._call(op="use", checkpoint=str(checkpoint), dtype=self.dtype)
+
+    def logits(self, tokens: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+        """Logits [len(positions), V] in the oracle's dtype, after tokens[0 .. position]."""
+        asked = {"tokens": [int(t) for t in tokens], "positions": [int(p) for p in positions]}
+        return self._call(op="logits", **asked)["logits"]
+
+    def _call(self, **message: Any) -> dict[str, Any]:
+        try:
+            wire.send(self._commands, message)
+            answer = wire.receive(self._results, time.monotonic() + TIMEOUT_S)
+        except (EOFError, BrokenPipeError, TimeoutError) as error:
+            raise RuntimeError(f"oracle: its process ended or hung on {message['op']}") from error
+        if "error" in answer:
+            raise InputError(f"oracle: {self.checkpoint}: {answer['error']}")
+        return answer
+
+
+class Service:
+    """What the oracle's process does."""
+
+    model: Any = None
+
+    def use(self, checkpoint: str, dtype: Dtype) -> dict[str, Any]:
+        """Load a checkpoint; errors of transformers become the answer."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=getattr(torch, dtype), attn_implementation="eager"
+        )
+        self.model.eval().model.rotary_emb.forward = exact_rotary(self.model.config)
+        return {}
+
+    def logits(self, tokens: list[int], positions: list[int]) -> dict[str, Any]:
+        """One forward pass over the tokens; the head for the asked positions alone."""
+        import torch
+
+        with torch.inference_mode():
+            output = self.model.model(torch.tensor([tokens]), use_cache=False)
+            rows = self.model.lm_head(output.last_hidden_state[0, positions])
+        return {"logits": rows.numpy()}
+
+
+def exact_rotary(config: Any) -> Any:
+    """cos and sin [1, T, D] of position · theta^(-2i/D), angles in float64 whatever the model's."""
+    import torch
+
+    rope = config.rope_parameters
+    if rope["rope_type"] != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"rope_parameters {rope}: only plain RoPE is known here")
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    frequencies = rope["rope_theta"] ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+
+    def forward(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = position_ids[..., None].double() * frequencies
+        both = torch.cat([angles, angles], dim=-1)
+        return both.cos().to(x.dtype), both.sin().to(x.dtype)
+
+    return forward
+
+
+def serve(commands: int, results: int) -> None:
+    """Answer until the parent is gone."""
+    service = Service()
+    while True:
+        try:
+            message = wire.receive(commands)
+        except EOFError:
+            return
+        try:
+            answer = getattr(service, message.pop("op"))(**message)
+        except Exception as error:  # the parent turns it into a line for the person
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        wire.send(results, answer)
+
+
+if __name__ == "__main__":
+    serve(*json.loads(sys.argv[1]))
