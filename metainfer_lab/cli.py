@@ -1,0 +1,201 @@
+"""The `metainfer-lab` command: one short function a verb, each a call that a cell could make.
+
+Exit 0 for yes, 1 for a failed verdict, 2 for bad input (one line on stderr says what to do).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import metainfer_lab as lab
+
+from .errors import InputError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="From a constraint spec to a verified inference engine.",
+)
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
+ForSpec = Annotated[str | None, typer.Option("--spec", help="which, where it serves several")]
+SpecName = Annotated[str, typer.Argument(help="a shipped spec's id, or a YAML file")]
+EngineName = Annotated[str, typer.Argument(help="a spec's id, or an engine's folder")]
+
+
+def say(value: Any, as_json: bool) -> None:
+    """Print an object for a person, or as its own JSON."""
+    print(value.model_dump_json(indent=1) if as_json else value, flush=True)
+
+
+def opened_engine(name: str, spec: str | None) -> lab.Engine:
+    """The engine of a spec or folder, under the spec asked for."""
+    return lab.Engine.open(name, spec=lab.Spec.load(spec) if spec else None)
+
+
+def finish(passed: bool) -> None:
+    """Leave with the verdict's exit code."""
+    raise typer.Exit(0 if passed else 1)
+
+
+@app.command()
+def plan(source: SpecName, hardware: str | None = None, as_json: AsJson = False) -> None:
+    """What a spec (or any config.json, with --hardware) comes to: resolved, or refused by field."""
+    say(lab.plan(source, hardware=hardware), as_json)
+
+
+@app.command()
+def doctor(source: str, spec: str | None = None, as_json: AsJson = False) -> None:
+    """Which tensors of a folder or hub id are known, unknown or missing, before a download."""
+    diagnosis = lab.doctor(source, spec)
+    say(diagnosis, as_json)
+    finish(diagnosis.passed)
+
+
+@app.command()
+def generate(
+    spec: SpecName,
+    provider: str = "replay",
+    folder: Annotated[
+        Path | None, typer.Option(help="where a file provider's author answers")
+    ] = None,
+    phases: Annotated[str | None, typer.Option(help="comma-separated; all where left out")] = None,
+    budget_usd: float | None = None,
+    fresh: Annotated[bool, typer.Option(help="a new run, even where one could go on")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Have an engine written; without a key, the recorded run is replayed with real gates."""
+    quiet = {"on_event": lambda text: None} if as_json else {}
+    run = lab.generate(
+        spec,
+        provider=provider,
+        folder=folder,
+        phases=phases.split(",") if phases else None,
+        budget_usd=budget_usd,
+        fresh=fresh,
+        **quiet,
+    )
+    say(run, as_json)
+    finish(run.summary().passed)
+
+
+@app.command()
+def workspace(spec: SpecName, folder: Path) -> None:
+    """Lay out a blank folder for a coding agent of one's own: spec, skills, `verify`."""
+    print(lab.workspace(spec, folder))
+
+
+@app.command()
+def adopt(folder: Path, as_json: AsJson = False) -> None:
+    """Verify what an agent left in a workspace and record it as a run of provider `external`."""
+    run = lab.adopt(folder)
+    say(run, as_json)
+    finish(run.summary().passed)
+
+
+@app.command()
+def verify(
+    engine: EngineName,
+    gates: Annotated[str | None, typer.Option(help="comma-separated; all where left out")] = None,
+    spec: ForSpec = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask the gates whether an engine is right."""
+    show = None if as_json else (lambda verdict: print(verdict, flush=True))
+    chosen = gates.split(",") if gates else None
+    verdict = lab.verify(engine, spec=spec, gates=chosen, on_gate=show)
+    say(verdict, as_json)
+    finish(verdict.passed)
+
+
+@app.command()
+def chat(
+    engine: EngineName,
+    prompt: str,
+    max_new_tokens: int = 128,
+    spec: ForSpec = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask a model a question; the answer streams."""
+    with opened_engine(engine, spec) as opened:
+        sink = {"on_text": lambda text: None} if as_json else {}
+        answer = opened.chat(prompt, max_new_tokens=max_new_tokens, **sink)
+    print(answer.model_dump_json(indent=1) if as_json else "", flush=True)
+
+
+@app.command()
+def bench(
+    engine: EngineName,
+    beside: Annotated[str, typer.Option(help="comma-separated rivals")] = "transformers",
+    spec: ForSpec = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure an engine and its rivals in turn, on this machine, in one run."""
+    with opened_engine(engine, spec) as opened:
+        rows = lab.bench(opened, beside=[name for name in beside.split(",") if name])
+    if as_json:
+        print(rows.to_json(orient="records", indent=1))
+    else:
+        columns = ["engine", "metric", "p20", "p50", "p80", "unit", "floor", "n"]
+        print(rows[columns].to_string(index=False))
+
+
+@app.command()
+def record(
+    run: Annotated[str, typer.Argument(help="a finished run of data/local/runs")],
+    engine: Annotated[bool, typer.Option(help="its last tree becomes the spec's engine")] = False,
+) -> None:
+    """Publish a local run into the record (data/runs): the one way in."""
+    print(lab.record(run, engine=engine))
+
+
+@app.command()
+def notebooks(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="00, 00_start_here …; all of them")
+    ] = None,
+    machine: str = "cpu",
+    parameter: Annotated[
+        list[str] | None, typer.Option("-p", help="NAME=VALUE (a Python literal) for the notebooks")
+    ] = None,
+    timeout_s: Annotated[float, typer.Option(help="time limit of each notebook")] = 600.0,
+    publish: Annotated[bool, typer.Option(help="replace the committed notebooks")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run notebooks headless, each in a process of its own, and say truthfully how they ended."""
+    from .notebooks import run_notebooks
+
+    given = dict(_pair(text) for text in parameter or [])
+    outcomes = run_notebooks(
+        names or [], machine, timeout_s=timeout_s, publish=publish, quiet=as_json, **given
+    )
+    if as_json:
+        print(json.dumps([outcome.model_dump(mode="json") for outcome in outcomes], indent=1))
+    finish(all(outcome.passed for outcome in outcomes))
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    """('phases', ['model']) of "phases=['model']"; a value that is no literal is a string."""
+    import ast
+
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise InputError(f"-p {text}: write NAME=VALUE")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def main() -> None:
+    """Run the command line; every ending has its exit code, bad input has one line."""
+    try:
+        app()
+    except InputError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
