@@ -1,0 +1,36 @@
+"""The agent: the loop over the Messages API, its tools, budgets, transcripts and providers.
+
+loop.py        one step follows from the transcript's last line
+phases.py      the chain of phases that follows from a spec
+prompts.py     what the author reads
+tools.py       what the author can call; editor.py the one way that files change
+providers.py   where replies come from: a record, a folder (desk.py), the API
+transcript.py  lines, chained by hash
+run.py         a run as a folder; record
+replay.py      a recorded run carried out again, divergences listed
+toolbox.py     workspace and adopt, for an agent of one's own
+
+The names below are loaded on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "Phase": "phases",
+    "Run": "run",
+    "adopt": "toolbox",
+    "generate": "generation",
+    "record": "run",
+    "runs": "run",
+    "workspace": "toolbox",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"metainfer_lab.agent has no {name!r}")
+    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

@@ -1,0 +1,194 @@
+"""`generate`: have an engine written for a spec, or go on with a run that was interrupted."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from metainfer_lab.agent import run as runs
+from metainfer_lab.agent.budget import Budget, BudgetSpent
+from metainfer_lab.agent.loop import Loop, Stopped
+from metainfer_lab.agent.phases import phases as phases_of
+from metainfer_lab.agent.providers import FileTransport, client
+from metainfer_lab.agent.run import Run, RunInfo
+from metainfer_lab.agent.tools import Judge, Tools, measured, real_judge
+from metainfer_lab.agent.transcript import FILE, Transcript
+from metainfer_lab.errors import InputError
+from metainfer_lab.paths import write_atomic
+from metainfer_lab.skills import load_skills
+from metainfer_lab.spec import Spec
+
+Provider = Literal["replay", "file", "anthropic"]
+MODEL, EFFORT = "claude-opus-5-5", "high"
+NOT_STATED = "not-stated"
+
+
+def say_plainly(text: str) -> None:
+    """The live view everywhere: one plain line an event."""
+    print(text, flush=True)
+
+
+def generate(
+    spec: Spec | str,
+    provider: Provider = "replay",
+    *,
+    folder: str | Path | None = None,
+    phases: list[str] | None = None,
+    run_id: str | None = None,
+    fresh: bool = False,
+    reviewer: str = "none",
+    model: str = MODEL,
+    effort: str | None = EFFORT,
+    budget_usd: float | None = None,
+    turns: int = 300,
+    attempts: int = 8,
+    wall_s: float | None = None,
+    tokens: int | None = None,
+    on_event: Callable[[str], None] = say_plainly,
+    judge: Judge | None = None,
+    **connection: Any,
+) -> Run:
+    """Have an engine written for a spec; returns the run, passed or stopped (its `reason` says why).
+
+    provider: `replay` carries out the spec's recorded run again (gates for real in `phases`, all when
+    None); `file` waits in `folder` for an author's replies; `anthropic` calls the API (needs
+    ANTHROPIC_API_KEY and budget_usd). An unfinished run of this spec and provider is gone on with,
+    unless `fresh`. connection: base_url, timeout and the like, passed to the SDK's client.
+    """
+    spec = spec if isinstance(spec, Spec) else Spec.load(spec)
+    if provider == "replay":
+        run = Run.open(run_id or spec.id)
+        run.replay(phases=phases, on_event=on_event)
+        return run
+    budget = Budget(turns=turns, attempts=attempts, wall_s=wall_s, tokens=tokens, usd=budget_usd)
+    home = _home(spec, provider, run_id, fresh, model, effort, reviewer)
+    with runs.locked(home):
+        loop = _loop(spec, home, budget, judge or real_judge(), on_event)
+        loop.client = _client(provider, loop, folder, connection)
+        return _drive(loop, home)
+
+
+def _home(
+    spec: Spec,
+    provider: str,
+    run_id: str | None,
+    fresh: bool,
+    model: str,
+    effort: str | None,
+    reviewer: str,
+) -> Path:
+    """The folder of the run to go on with, or of a new one."""
+    if provider == "anthropic" and not os.environ.get("ANTHROPIC_API_KEY"):
+        raise InputError(
+            "ANTHROPIC_API_KEY: not set; provider anthropic needs it (replay and file do not)"
+        )
+    open_runs = [r for r in runs.runs(spec.id) if _goes_on(r, provider, run_id)]
+    if open_runs and not fresh:
+        return open_runs[-1].folder
+    name = run_id or runs.next_id(spec.id)
+    home = runs.LOCAL_RUNS / name
+    if (home / "run.json").exists():
+        raise InputError(f"run {name}: exists and has ended; leave run_id out for a new one")
+    (home / "verdicts").mkdir(parents=True, exist_ok=True)
+    write_atomic(home / "spec.yaml", spec.to_yaml())
+    paid = provider == "anthropic"
+    info = RunInfo(
+        id=name,
+        spec=spec.id,
+        provider=provider,
+        author=f"{model} through the API" if paid else runs.AUTHORS[provider],
+        reviewer=reviewer,
+        model=model if paid else None,
+        effort=effort if paid else None,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=versions(),
+    )
+    runs.save(home, info)
+    return home
+
+
+def _goes_on(run: Run, provider: str, run_id: str | None) -> bool:
+    unfinished = run.info.status != "passed" and run.folder.parent == runs.LOCAL_RUNS
+    return unfinished and run.info.provider == provider and run_id in (None, run.id)
+
+
+def versions() -> dict[str, str]:
+    """What the run was made with."""
+    names = ("anthropic", "torch", "transformers", "numpy", "safetensors")
+    return {"python": platform.python_version()} | {n: importlib.metadata.version(n) for n in names}
+
+
+def _loop(spec: Spec, home: Path, budget: Budget, judge: Judge, say: Callable[[str], None]) -> Loop:
+    info = Run(home).info
+    tools = Tools(
+        engine=home / "engine",
+        verdicts=home / "verdicts",
+        skills=load_skills(),
+        judge=judge,
+        measure=measured,
+        say=say,
+        checkpoint=lambda: checkpoint_of(spec),
+        names={home: "<run>"},
+    )
+    return Loop(
+        spec=spec,
+        run_id=info.id,
+        phases=phases_of(spec, judge.gates),
+        transcript=Transcript(home / FILE, writable=True),
+        tools=tools,
+        client=None,  # type: ignore[arg-type]
+        model=info.model or NOT_STATED,
+        effort=info.effort,
+        budget=budget,
+        say=say,
+        paid=info.provider == "anthropic",
+    )
+
+
+def checkpoint_of(spec: Spec) -> Path:
+    """The spec's checkpoint folder, fetched when it is first asked for."""
+    from metainfer_lab.checkpoints import fetch
+
+    return fetch(spec)
+
+
+def _client(
+    provider: str, loop: Loop, folder: str | Path | None, connection: dict[str, Any]
+) -> Any:
+    if provider == "file":
+        from metainfer_lab.agent.desk import Desk
+
+        if folder is None:
+            raise InputError("folder: provider file needs the folder where the author answers")
+        desk = Desk(Path(folder), loop.spec, loop.run_id, loop.tools.engine, loop.tools.checkpoint)
+        loop.closing = desk.close
+        transport = FileTransport(desk.folder, lambda: len(loop.transcript.replies()), desk.refresh)
+        return client(transport)
+    from anthropic import Anthropic
+
+    if loop.budget.usd is None:
+        raise InputError("budget_usd: provider anthropic needs one; say how much may be spent")
+    return Anthropic(**connection)
+
+
+def _drive(loop: Loop, home: Path) -> Run:
+    """Run the loop to its end and write down how it ended; an interrupt leaves the run resumable."""
+    run = Run(home)
+    run.info.status, run.info.reason = "running", None
+    runs.save(home, run.info)
+    try:
+        loop.run()
+        run.info.status = "passed"
+    except (Stopped, BudgetSpent) as end:
+        run.info.status, run.info.reason = "stopped", str(end)
+    last = loop.transcript.last
+    run.info.tree = last.tree if last else None
+    runs.save(home, run.info)
+    loop.say(str(run))
+    loop.closing(str(run))
+    return run

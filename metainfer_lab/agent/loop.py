@@ -1,0 +1,272 @@
+"""The loop: look at the transcript's last line and do the one thing that it calls for.
+
+Nothing is remembered beside the transcript, so a run that was killed at any moment goes on from its
+last line: an answered request is never asked again, the engine's files are rebuilt from the edits.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from metainfer_lab.agent import prompts
+from metainfer_lab.agent.budget import Budget, counted
+from metainfer_lab.agent.editor import ToolError
+from metainfer_lab.agent.phases import Phase
+from metainfer_lab.agent.scrub import scrub_all
+from metainfer_lab.agent.tools import EDITOR, REMOVE, SUBMIT, Result, Tools, apply_edit, definitions
+from metainfer_lab.agent.transcript import Block, Line, Transcript
+from metainfer_lab.paths import tree_hash
+from metainfer_lab.skills import Skill, reachable, route
+from metainfer_lab.spec import Spec
+
+if TYPE_CHECKING:
+    import anthropic
+
+MAX_TOKENS = 32_000
+STREAM_RETRIES, RETRY_S = 4, 2.0
+FAILURES_BEFORE_HINTS = 2
+CACHED = {"cache_control": {"type": "ephemeral"}}
+
+
+class Stopped(Exception):
+    """The run cannot go on by itself; the text is the report for a person."""
+
+
+@dataclass
+class Loop:
+    """One run of one spec: phases in order, one author, gates as the only judge."""
+
+    spec: Spec
+    run_id: str
+    phases: Sequence[Phase]
+    transcript: Transcript
+    tools: Tools
+    client: anthropic.Anthropic
+    model: str
+    effort: str | None
+    budget: Budget
+    say: Callable[[str], None]
+    paid: bool = False
+    after: Callable[[Line], None] = lambda line: None
+    closing: Callable[[str], None] = lambda text: None
+    started: float = field(default_factory=time.monotonic)
+
+    def run(self) -> None:
+        """Go on until the last phase has passed; Stopped or BudgetSpent says why it could not."""
+        rebuild(self.transcript.lines, self.tools.engine)
+        while self.step():
+            pass
+
+    def step(self) -> bool:
+        """Do the next thing; False when every phase has passed."""
+        last = self.transcript.last
+        if last is None:
+            self._open(self.phases[0], conversation=0, earlier="")
+        elif last.author == "assistant" and last.stop_reason != "pause_turn":
+            self._answer(last)
+        elif last.submission and last.submission.passed:
+            return self._next_phase(last)
+        else:
+            self._ask(last)
+        return True
+
+    def phase(self, name: str) -> Phase:
+        """A phase by its name."""
+        return next(phase for phase in self.phases if phase.name == name)
+
+    def _next_phase(self, last: Line) -> bool:
+        following = self.phases[self.phases.index(self.phase(last.phase)) + 1 :]
+        self.say(f"phase {last.phase} passed (attempt {last.attempt})")
+        if following:
+            earlier = f"Phase `{last.phase}` has passed; its gates stay in force."
+            self._open(following[0], last.conversation + 1, earlier)
+        return bool(following)
+
+    def _open(self, phase: Phase, conversation: int, earlier: str) -> None:
+        """Begin a conversation of a fresh context with a phase's task."""
+        shown = [skill for skill in self.tools.skills.values() if skill.name in phase.skills]
+        others = [s for s in self._visible() if s.name not in phase.skills]
+        text = prompts.opening(
+            self.spec, self.run_id, phase, shown, others, self.tools.engine, earlier
+        )
+        self.say(f"phase {phase.name}: {', '.join(phase.gates)}")
+        self._append(
+            conversation=conversation,
+            phase=phase.name,
+            attempt=1,
+            message={"role": "user", "content": text},
+        )
+
+    def _visible(self) -> list[Skill]:
+        return [
+            skill for skill in reachable(self.spec, self.tools.skills) if skill.layer != "failures"
+        ]
+
+    def _append(self, *, seconds: float = 0.0, **fields: Any) -> None:
+        tree = tree_hash(self.tools.engine)
+        self.after(self.transcript.append(tree=tree, seconds=round(seconds, 3), **fields))
+
+    def _ask(self, last: Line) -> None:
+        """Send the conversation and store the reply, before anything is done with it."""
+        request = self._request(last.conversation)
+        known = self._count(request) if self.paid else 0
+        self.budget.check(self.transcript.lines, self.started, known, MAX_TOKENS, self.model)
+        begun = time.monotonic()
+        reply = self._stream(request)
+        content = scrub_all([block.to_dict() for block in reply.content], self.tools.names)
+        content = content or [
+            {"type": "text", "text": "(an empty reply)"}
+        ]  # the API takes no empty one
+        self._append(
+            seconds=time.monotonic() - begun,
+            conversation=last.conversation,
+            phase=last.phase,
+            attempt=last.attempt,
+            message={"role": "assistant", "content": content},
+            stop_reason=reply.stop_reason,
+            model=reply.model if self.paid else None,
+            usage=counted(reply.usage) if self.paid else None,
+        )
+
+    def _request(self, conversation: int) -> dict[str, Any]:
+        """What is sent: the stable prefix first (tools, rules, task), marked for the prompt cache."""
+        messages = self.transcript.messages(conversation)
+        request: dict[str, Any] = {
+            "model": self.model,
+            "system": [{"type": "text", "text": prompts.SYSTEM, **CACHED}],
+            "tools": definitions(),
+            "messages": [*messages[:-1], _cached(messages[-1])],
+        }
+        if self.effort:
+            request |= {"output_config": {"effort": self.effort}, "thinking": {"type": "adaptive"}}
+        return request
+
+    def _count(self, request: dict[str, Any]) -> int:
+        return self.client.messages.count_tokens(**request).input_tokens
+
+    def _stream(self, request: dict[str, Any]) -> Any:
+        """One streamed reply; a stream that breaks off is asked again (the SDK retries only starts)."""
+        import anthropic
+        import httpx2
+
+        for retry in range(STREAM_RETRIES + 1):
+            try:
+                with self.client.messages.stream(max_tokens=MAX_TOKENS, **request) as stream:
+                    return stream.get_final_message()
+            except (anthropic.APIConnectionError, httpx2.TransportError) as error:
+                if retry == STREAM_RETRIES:
+                    raise Stopped(f"the API did not answer: {error}") from error
+                time.sleep(RETRY_S * 2**retry)
+            except anthropic.APIStatusError as error:
+                raise Stopped(f"the API refused the request: {error.message}") from error
+
+    def _answer(self, reply: Line) -> None:
+        """Carry out a reply's calls, in order, and store their results as one message."""
+        match reply.stop_reason:
+            case "refusal":
+                raise Stopped(f"the author refused in phase {reply.phase}")
+            case "model_context_window_exceeded":
+                earlier = "The conversation outgrew the context; this one starts afresh."
+                self._open(self.phase(reply.phase), reply.conversation + 1, earlier)
+                return
+        begun, results = time.monotonic(), self._carry_out(reply)
+        judged = [result.judgement for _, result in results if result.judgement]
+        submitted = next((j for j in judged if j.submission), None)
+        failed = submitted is not None and not submitted.passed
+        blocks = [_tool_result(block, result) for block, result in results]
+        self._append(
+            seconds=time.monotonic() - begun,
+            conversation=reply.conversation,
+            phase=reply.phase,
+            attempt=reply.attempt + failed,
+            message={"role": "user", "content": [*blocks, *self._remarks(reply, results, failed)]},
+            judgements=judged,
+        )
+        if failed and reply.attempt >= self.budget.attempts:
+            raise Stopped(f"phase {reply.phase} was refused {reply.attempt} times")
+
+    def _carry_out(self, reply: Line) -> list[tuple[Block, Result]]:
+        allowed = executed(reply)
+        results = []
+        for block in reply.calls:
+            if block in allowed:
+                self.say(f"  {_summary(block)}")
+                results.append((block, self.tools.call(block, self.phase(reply.phase))))
+            else:
+                why = prompts.CUT_OFF if reply.stop_reason == "max_tokens" else prompts.NOT_LAST
+                results.append((block, Result(why, is_error=True)))
+        return results
+
+    def _remarks(
+        self, reply: Line, results: list[tuple[Block, Result]], failed: bool
+    ) -> list[Block]:
+        """What the loop has to say beside the results: nothing was called, or skills on failures."""
+        if not results:
+            text = prompts.CUT_OFF if reply.stop_reason == "max_tokens" else prompts.NO_CALL
+            return [{"type": "text", "text": text}]
+        if not failed or reply.attempt < FAILURES_BEFORE_HINTS:
+            return []
+        gates = self.phase(reply.phase).all_gates
+        hints = route(self.spec, reply.phase, failed=gates, skills=self.tools.skills)
+        text = "\n\n".join(str(skill) for skill in hints if skill.layer == "failures")
+        return [{"type": "text", "text": f"Skills on such failures:\n\n{text}"}] if text else []
+
+
+def executed(reply: Line) -> list[Block]:
+    """The calls of a reply that are carried out: none of one cut off, none after a submission."""
+    if reply.stop_reason == "max_tokens":
+        return []
+    names = [block["name"] for block in reply.calls]
+    return reply.calls[: names.index(SUBMIT) + 1] if SUBMIT in names else reply.calls
+
+
+def rebuild(lines: Iterable[Line], engine: Path) -> None:
+    """Make the engine's folder from a transcript: every answered edit, in order, from nothing."""
+    lines = list(lines)
+    shutil.rmtree(engine, ignore_errors=True)
+    engine.mkdir(parents=True)
+    unanswered = lines[-1:] if lines and lines[-1].author == "assistant" else []
+    for line in lines[: len(lines) - len(unanswered)]:
+        if line.author == "assistant":
+            for block in executed(line):
+                replay_edit(engine, block)
+
+
+def replay_edit(engine: Path, block: Block) -> None:
+    """Repeat an edit; one that was refused then is refused now."""
+    if block["name"] in (EDITOR, REMOVE):
+        try:
+            apply_edit(engine, block["name"], block["input"])
+        except (ToolError, ValidationError):
+            return
+
+
+def _cached(message: dict[str, Any]) -> dict[str, Any]:
+    """A user message whose last block ends the cached prefix; a paused reply goes back as it was."""
+    if message["role"] == "assistant":
+        return message
+    content = message["content"]
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+    return {**message, "content": [*blocks[:-1], {**blocks[-1], **CACHED}]}
+
+
+def _tool_result(block: Block, result: Result) -> Block:
+    text = result.text or "(no output)"
+    answer = {"type": "tool_result", "tool_use_id": block["id"], "content": text}
+    return answer | ({"is_error": True} if result.is_error else {})
+
+
+def _summary(block: Block) -> str:
+    given = block["input"] if isinstance(block["input"], dict) else {}
+    first = next(
+        (str(given[key]) for key in ("command", "gates", "name", "path") if key in given), ""
+    )
+    path = f" {given['path']}" if "path" in given and first != given["path"] else ""
+    return f"{block['name']} {first.splitlines()[0][:80] if first else ''}{path}".rstrip()

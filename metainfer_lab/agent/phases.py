@@ -1,0 +1,101 @@
+"""The order in which an engine is written: a chain of phases that follows from the spec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from metainfer_lab.skills import route, traits
+from metainfer_lab.spec import Spec
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One step of a generation, ended by a verdict and by nothing else.
+
+    skills: names shown to the implementer; gates: what is new here; regression_gates: those of
+    earlier phases, which must still pass.
+    """
+
+    name: str
+    goal: str
+    skills: tuple[str, ...]
+    gates: tuple[str, ...]
+    regression_gates: tuple[str, ...]
+
+    @property
+    def all_gates(self) -> tuple[str, ...]:
+        """What a submission is judged by: earlier gates first."""
+        return self.regression_gates + self.gates
+
+
+@dataclass(frozen=True)
+class _Template:
+    name: str
+    goal: str
+    gates: tuple[str, ...]
+    when: Callable[[Spec, dict[str, str]], bool] = lambda spec, known: True
+
+
+def _on_gpu(spec: Spec, known: dict[str, str]) -> bool:
+    return known["device"] == "gpu"
+
+
+def _recurrent(spec: Spec, known: dict[str, str]) -> bool:
+    return known["family"] == "qwen3_5_moe"
+
+
+def _parallel(spec: Spec, known: dict[str, str]) -> bool:
+    return spec.parallel.tp > 1
+
+
+def _has_goals(spec: Spec, known: dict[str, str]) -> bool:
+    return bool(spec.goals.model_dump(exclude_defaults=True))
+
+
+TEMPLATES = (
+    _Template("operators", "each operator as a naive form and a kernel", ("operators",), _on_gpu),
+    _Template(
+        "model",
+        "engine.json, the strict loader, and score(): the right logits for any size of the family",
+        ("alone", "weights", "logits"),
+    ),
+    _Template(
+        "decode",
+        "submit and step for one request at a time: KV cache, greedy decoding",
+        ("decode",),
+    ),
+    _Template("state", "recurrent state over thousands of steps", ("drift",), _recurrent),
+    _Template(
+        "batching",
+        "many requests at once: continuous batching, chunked prefill, cancel, independence",
+        ("batching",),
+    ),
+    _Template(
+        "limits",
+        "edges and bad arguments: the right answer or a ValueError that names the argument; sampling",
+        ("limits", "sampling"),
+    ),
+    _Template("memory", "capacity, no allocation in steady decode, no leak", ("memory",), _on_gpu),
+    _Template("parallel", "several devices, one model", ("parallel",), _parallel),
+    _Template(
+        "speed", "the spec's goals, with every earlier gate still passed", ("speed",), _has_goals
+    ),
+)
+
+
+def phases(spec: Spec, gates: Collection[str] | None = None) -> list[Phase]:
+    """The phases of a spec, each with the skills it shows and the gates that end it.
+
+    gates: names of the gates that exist (those of `metainfer_lab.gates` when not given).
+    """
+    if gates is None:
+        from metainfer_lab.gates import GATES as gates
+    known, chain, passed = traits(spec), [], ()
+    for template in TEMPLATES:
+        own = tuple(gate for gate in template.gates if gate in gates)
+        if own and template.when(spec, known):
+            shown = tuple(skill.name for skill in route(spec, template.name))
+            chain.append(Phase(template.name, template.goal, shown, own, passed))
+            passed += own
+    return chain

@@ -1,0 +1,393 @@
+"""A run: one generation, recorded or going on, as a folder that says everything about itself.
+
+run.json  spec.yaml  transcript.jsonl  verdicts/NNNN.json     and, while it runs, engine/  lock
+"""
+
+from __future__ import annotations
+
+import difflib
+import fcntl
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from metainfer_lab.agent.budget import total_cost
+from metainfer_lab.agent.loop import executed, rebuild
+from metainfer_lab.agent.transcript import FILE, Judgement, Line, Transcript
+from metainfer_lab.errors import InputError
+from metainfer_lab.paths import ENGINES, LOCAL, RUNS, tree_files, tree_hash, write_atomic
+from metainfer_lab.spec import Spec
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from metainfer_lab.agent.replay import Report
+
+LOCAL_RUNS = LOCAL / "runs"
+Status = Literal["running", "passed", "stopped"]
+AUTHORS = {
+    "file": "coding agent through the file provider, model not stated",
+    "external": "external coding agent, model not stated",
+}
+
+
+class RunInfo(BaseModel):
+    """What a run says of itself beside its transcript."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: str
+    spec: str
+    provider: str
+    author: str
+    reviewer: str = "none"
+    model: str | None = None
+    effort: str | None = None
+    created: str
+    status: Status = "running"
+    reason: str | None = None
+    tree: str | None = None
+    versions: dict[str, str] = {}
+    confined_by: str = "instruction: the author was given the laid-out workspace alone"
+    notes: list[str] = []
+
+
+class Summary(BaseModel):
+    """What `generate --json` prints."""
+
+    id: str
+    spec: str
+    passed: bool
+    status: Status
+    reason: str | None
+    provider: str
+    author: str
+    reviewer: str
+    turns: int
+    attempts: int
+    failed_verdicts: int
+    divergences: int
+    lines_of_code: int
+    input_tokens: int | None
+    output_tokens: int | None
+    cost_usd: float | None
+    seconds: float
+    tree: str
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One reply and what came of it: what was asked, the calls, the diff, what the gates said."""
+
+    number: int
+    phase: str
+    attempt: int
+    time: str
+    asked: str
+    said: str
+    calls: list[dict[str, Any]]
+    results: list[dict[str, Any]]
+    diff: str
+    judgements: list[Judgement]
+    tree: str
+
+    def __str__(self) -> str:
+        head = f"turn {self.number}, phase {self.phase}, attempt {self.attempt}, {self.time}"
+        gates = [
+            f"{', '.join(j.gates)}: {'passed' if j.passed else 'failed'}" for j in self.judgements
+        ]
+        names = ", ".join(call["name"] for call in self.calls)
+        return "\n".join([head, f"calls: {names or 'none'}", *gates, self.diff])
+
+
+class Run:
+    """Reads a run's folder; `open` finds it by its id, or the best recorded run of a spec."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.info = RunInfo.model_validate_json((folder / "run.json").read_text())
+        self.report: Report | None = None
+
+    @classmethod
+    def open(cls, name: str) -> Run:
+        """A run by id, or by spec id: the run that made the spec's engine, else the latest one."""
+        for root in (RUNS, LOCAL_RUNS):
+            if (root / name / "run.json").is_file():
+                return cls(root / name)
+        made = _maker(name)
+        found = [made] if made else [r.info.id for r in runs(name)]
+        if not found:
+            known = ", ".join(run.info.id for run in runs()) or "none yet"
+            raise InputError(f"run {name}: no such run or spec with a run; there are: {known}")
+        return cls.open(found[-1])
+
+    @property
+    def id(self) -> str:
+        return self.info.id
+
+    @property
+    def spec(self) -> Spec:
+        return Spec.load(self.folder / "spec.yaml")
+
+    @property
+    def transcript(self) -> Transcript:
+        """The transcript as it stands on the disk now (a running run grows)."""
+        return Transcript(self.folder / FILE)
+
+    @property
+    def verdicts(self) -> dict[str, dict[str, Any]]:
+        """Every stored verdict by file name, in order."""
+        paths = sorted((self.folder / "verdicts").glob("*.json"))
+        return {path.name: json.loads(path.read_text()) for path in paths}
+
+    @property
+    def cost(self) -> float | None:
+        """US dollars; None where no API said a usage."""
+        return total_cost(self.transcript.lines)
+
+    @cached_property
+    def _turns(self) -> list[tuple[Line, Line, Line | None]]:
+        lines = self.transcript.lines
+        return [
+            (lines[i - 1], line, lines[i + 1] if i + 1 < len(lines) else None)
+            for i, line in enumerate(lines)
+            if line.author == "assistant"
+        ]
+
+    def turn(self, number: int) -> Turn:
+        """Turn `number`, from 1: what was asked, the reply's calls, the diff, what the gates said."""
+        if not 1 <= number <= len(self._turns):
+            raise InputError(f"turn {number}: run {self.id} has turns 1 to {len(self._turns)}")
+        asked, reply, results = self._turns[number - 1]
+        return Turn(
+            number=number,
+            phase=reply.phase,
+            attempt=reply.attempt,
+            time=reply.time,
+            asked="\n".join(b.get("text") or str(b.get("content")) for b in asked.blocks),
+            said="\n".join(b["text"] for b in reply.blocks if b["type"] == "text"),
+            calls=reply.calls,
+            results=results.blocks if results else [],
+            diff=self._diff(reply),
+            judgements=results.judgements if results else [],
+            tree=results.tree if results else reply.tree,
+        )
+
+    def _diff(self, reply: Line) -> str:
+        with self._tree_before(reply.n) as before, self._tree_before(reply.n + 1) as after:
+            return diff(before, after)
+
+    @contextmanager
+    def _tree_before(self, n: int) -> Iterator[Path]:
+        """The engine's files as they were when line n was written, results of replies before it in."""
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch) / "engine"
+            answered = self.transcript.lines[: n + 1]
+            rebuild(answered, folder)
+            yield folder
+
+    def timeline(self) -> pd.DataFrame:
+        """One row a turn: time, phase, attempt, calls, gates and their outcome, lines, tokens."""
+        import pandas as pd
+
+        return pd.DataFrame([_row(i, *turn) for i, turn in enumerate(self._turns, 1)], columns=ROW)
+
+    def summary(self) -> Summary:
+        """Attempts, verdicts, tokens, cost, size and time of the run."""
+        lines = self.transcript.lines
+        usages = [line.usage for line in lines if line.usage]
+        judged = [j for line in lines for j in line.judgements]
+        return Summary(
+            passed=self.info.status == "passed",
+            turns=sum(line.author == "assistant" for line in lines),
+            attempts=sum(j.submission for j in judged),
+            failed_verdicts=sum(not j.passed for j in judged),
+            divergences=len(self.report.divergences) if self.report else 0,
+            lines_of_code=self._lines_of_code(),
+            input_tokens=sum(sum(u.values()) - u["output_tokens"] for u in usages)
+            if usages
+            else None,
+            output_tokens=sum(u["output_tokens"] for u in usages) if usages else None,
+            cost_usd=self.cost,
+            seconds=round(sum(line.seconds for line in lines), 1),
+            tree=lines[-1].tree if lines else "",
+            **self.info.model_dump(
+                include={"id", "spec", "status", "reason", "provider", "author", "reviewer"}
+            ),
+        )
+
+    def _lines_of_code(self) -> int:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch) / "engine"
+            rebuild(self.transcript.lines, folder)
+            return lines_of_code(folder)
+
+    def replay(self, phases: Sequence[str] | None = None, **options: Any) -> Report:
+        """Carry the run's tool calls out again, gates for real in `phases`; divergences are listed."""
+        from metainfer_lab.agent.replay import replay
+
+        self.report = replay(self, phases, **options)
+        return self.report
+
+    def model_dump_json(self, indent: int | None = None) -> str:
+        """The summary as JSON."""
+        return self.summary().model_dump_json(indent=indent)
+
+    def __str__(self) -> str:
+        facts = self.summary()
+        text = (
+            f"run {facts.id}: {facts.status}, {facts.turns} turns, {facts.attempts} submissions, "
+            f"{facts.failed_verdicts} failed verdicts, {facts.lines_of_code} lines, {facts.seconds:.0f} s\n"
+            f"author: {facts.author}; reviewer: {facts.reviewer}"
+        )
+        return f"{text}\n{facts.reason}" if facts.reason else text
+
+
+ROW = (
+    "turn time seconds phase attempt calls gates passed submission lines_added lines_removed "
+    "input_tokens output_tokens tree"
+).split()
+
+
+def _row(number: int, asked: Line, reply: Line, results: Line | None) -> list[Any]:
+    judged = results.judgements if results else []
+    added, removed = _changed(reply)
+    usage = reply.usage or {}
+    return [
+        number,
+        reply.time,
+        reply.seconds + (results.seconds if results else 0.0),
+        reply.phase,
+        reply.attempt,
+        ", ".join(call["name"] for call in reply.calls),
+        ", ".join(dict.fromkeys(gate for j in judged for gate in j.gates)),
+        all(j.passed for j in judged) if judged else None,
+        any(j.submission for j in judged),
+        added,
+        removed,
+        usage.get("input_tokens"),
+        usage.get("output_tokens"),
+        (results or reply).tree,
+    ]
+
+
+def _changed(reply: Line) -> tuple[int, int]:
+    """Lines that a reply's edits write, and lines that they name as replaced."""
+    inputs = [call["input"] for call in executed(reply) if isinstance(call["input"], dict)]
+    written = ("file_text", "new_str", "insert_text")
+    added = sum(len(str(i[key]).splitlines()) for i in inputs for key in written if key in i)
+    return added, sum(len(str(i.get("old_str", "")).splitlines()) for i in inputs)
+
+
+def diff(before: Path, after: Path) -> str:
+    """Unified diff of two trees."""
+    names = {p.relative_to(root).as_posix() for root in (before, after) for p in tree_files(root)}
+    parts = []
+    for name in sorted(names):
+        old, new = (_lines(root / name) for root in (before, after))
+        parts += difflib.unified_diff(old, new, f"a/{name}", f"b/{name}", n=2)
+    return "".join(part if part.endswith("\n") else part + "\n" for part in parts)
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines(keepends=True) if path.is_file() else []
+
+
+def lines_of_code(folder: Path) -> int:
+    """Lines of an engine's Python files that are not blank."""
+    texts = [path.read_text() for path in tree_files(folder) if path.suffix == ".py"]
+    return sum(bool(line.strip()) for text in texts for line in text.splitlines())
+
+
+def runs(spec: str | None = None) -> list[Run]:
+    """Every run, recorded ones first, by id; of one spec if named."""
+    folders = [p.parent for root in (RUNS, LOCAL_RUNS) for p in sorted(root.glob("*/run.json"))]
+    found = {folder.name: Run(folder) for folder in reversed(folders)}
+    chosen = [run for run in found.values() if spec is None or run.info.spec == spec]
+    return sorted(chosen, key=lambda run: _natural(run.id))
+
+
+def _natural(name: str) -> list[Any]:
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def next_id(spec: str, letter: str = "r") -> str:
+    """The first free id of a spec's runs: <spec>-r1, -r2, …"""
+    names = {p.name for root in (RUNS, LOCAL_RUNS) if root.is_dir() for p in root.iterdir()}
+    return next(name for n in range(1, 10_000) if (name := f"{spec}-{letter}{n}") not in names)
+
+
+def _maker(spec: str) -> str | None:
+    """The recorded run that made the engine which serves a spec."""
+    path = ENGINES / spec / "engine.json"
+    name = json.loads(path.read_text()).get("run") if path.is_file() else None
+    return name if name and (RUNS / name / "run.json").is_file() else None
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a run's folder alone; InputError when another process has it."""
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"run {folder.name}: another process is running it") from None
+        yield
+
+
+def save(folder: Path, info: RunInfo) -> None:
+    """Write run.json."""
+    write_atomic(folder / "run.json", info.model_dump_json(indent=1, exclude_none=True) + "\n")
+
+
+def record(name: str, *, engine: bool = False) -> Run:
+    """Publish a finished local run into data/runs; with `engine`, its last tree as the spec's engine."""
+    source = LOCAL_RUNS / name
+    if not (source / "run.json").is_file():
+        raise InputError(f"run {name}: not among the local runs; there are {_local_names()}")
+    run = Run(source)
+    broken = run.transcript.broken_link()
+    if run.info.status == "running" or broken is not None:
+        what = "still goes on" if broken is None else f"has a broken chain at line {broken}"
+        raise InputError(f"run {name}: {what}; only a finished, whole run is recorded")
+    _publish(source, RUNS / name)
+    if engine:
+        publish_engine(run)
+    return Run(RUNS / name)
+
+
+def _publish(source: Path, target: Path) -> None:
+    made = target.with_name(f".{target.name}.new")
+    shutil.rmtree(made, ignore_errors=True)
+    shutil.copytree(source, made, ignore=shutil.ignore_patterns("engine", "lock"))
+    shutil.rmtree(target, ignore_errors=True)
+    made.replace(target)
+
+
+def publish_engine(run: Run) -> Path:
+    """Make data/engines/<spec> the run's last tree, and list its hash among the recorded ones."""
+    if run.info.status != "passed":
+        raise InputError(f"run {run.id}: did not pass, so its engine serves nobody")
+    target = ENGINES / run.info.spec
+    made = target.with_name(f".{target.name}.new")
+    rebuild(run.transcript.lines, made)
+    shutil.rmtree(target, ignore_errors=True)
+    made.replace(target)
+    trees = ENGINES / "trees.json"
+    known = json.loads(trees.read_text()) if trees.is_file() else {}
+    known[target.name] = tree_hash(target)
+    write_atomic(trees, json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+    return target
+
+
+def _local_names() -> str:
+    return ", ".join(sorted(p.parent.name for p in LOCAL_RUNS.glob("*/run.json"))) or "none"

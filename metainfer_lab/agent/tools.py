@@ -1,0 +1,235 @@
+"""The tools of an author: their schemas for the API, and what each does when it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from metainfer_lab.agent import prompts
+from metainfer_lab.agent.editor import Edit, ToolError, edit
+from metainfer_lab.agent.scrub import scrub, scrub_all
+from metainfer_lab.agent.transcript import Block, Judgement
+from metainfer_lab.errors import InputError
+from metainfer_lab.paths import write_atomic
+from metainfer_lab.skills import Skill
+from metainfer_lab.spec import explain
+
+if TYPE_CHECKING:
+    from metainfer_lab.agent.phases import Phase
+    from metainfer_lab.gates import GateVerdict, Verdict
+
+EDITOR, REMOVE, SUBMIT = "str_replace_based_edit_tool", "remove_file", "submit_phase"
+BASH_SECONDS = 120
+# `import engine` must find the folder by that name, whatever its parent lets us see
+BASH_SETUP = """\
+export CHECKPOINT='{checkpoint}'
+mkdir -p "$TMPDIR/path" && ln -s "$PWD" "$TMPDIR/path/engine"
+export PYTHONPATH="$TMPDIR/path:$PYTHONPATH"
+"""
+
+
+class _Input(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class RemoveFile(_Input):
+    """Delete a file of the engine folder."""
+
+    path: str
+
+
+class ReadSkill(_Input):
+    """Show one skill in full."""
+
+    name: str
+
+
+class RunGate(_Input):
+    """Run gates on the engine as it stands and say what they found. Costs no attempt."""
+
+    gates: list[str] = Field(min_length=1)
+
+
+class Measure(_Input):
+    """Decode speed of the engine as it stands, beside its baseline, in tokens per second."""
+
+
+class SubmitPhase(_Input):
+    """Have the phase judged: its gates and those of all earlier phases. Must be the last call."""
+
+
+class Bash(_Input):
+    """A shell command in the sandbox."""
+
+    command: str = ""
+    restart: bool = False
+
+
+INPUTS: dict[str, type[_Input]] = {
+    REMOVE: RemoveFile,
+    "read_skill": ReadSkill,
+    "run_gate": RunGate,
+    "measure": Measure,
+    SUBMIT: SubmitPhase,
+}
+
+
+def definitions() -> list[dict[str, Any]]:
+    """Every tool as the Messages API takes it, in a fixed order (the prompt cache needs one)."""
+    own = [
+        {"name": name, "description": model.__doc__, "input_schema": _schema(model)}
+        for name, model in INPUTS.items()
+    ]
+    return [
+        {"type": "text_editor_20250728", "name": EDITOR},
+        {"type": "bash_20250124", "name": "bash"},
+        *own,
+    ]
+
+
+def _schema(model: type[BaseModel]) -> dict[str, Any]:
+    schema = model.model_json_schema()
+    return {key: schema[key] for key in ("type", "properties", "required") if key in schema}
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The gates: their names, and the call that runs some of them on an engine folder."""
+
+    gates: tuple[str, ...]
+    verify: Callable[[Path, Sequence[str], Callable[[GateVerdict], None]], Verdict]
+
+
+@dataclass
+class Result:
+    """What a call came to: text for the author, and the judgement if gates ran."""
+
+    text: str
+    is_error: bool = False
+    judgement: Judgement | None = None
+
+
+@dataclass
+class Tools:
+    """The tools bound to one run's folders.
+
+    engine: the folder that is written; verdicts: where verdicts are stored; skills: those that may be
+    read; judge: the gates; checkpoint: fetches the folder that bash may read; names: paths to scrub.
+    """
+
+    engine: Path
+    verdicts: Path
+    skills: dict[str, Skill]
+    judge: Judge
+    measure: Callable[[Path], str]
+    say: Callable[[str], None]
+    checkpoint: Callable[[], Path]
+    names: dict[Path, str] = field(default_factory=dict)
+
+    def call(self, block: Block, phase: Phase) -> Result:
+        """Carry out one tool call; whatever the author got wrong comes back as an error result."""
+        try:
+            result = self._dispatch(block["name"], block["input"], phase)
+        except ValidationError as error:
+            result = Result(f"{block['name']}: {explain(error)}", is_error=True)
+        except (ToolError, InputError) as error:
+            result = Result(str(error), is_error=True)
+        result.text = prompts.clip(scrub(result.text, self.names))
+        return result
+
+    def _dispatch(self, name: str, given: Any, phase: Phase) -> Result:
+        if name == EDITOR:
+            return Result(edit(self.engine, TypeAdapter(Edit).validate_python(given)))
+        if name == "bash":
+            return self._bash(Bash.model_validate(given))
+        if name not in INPUTS:
+            known = ", ".join([EDITOR, "bash", *INPUTS])
+            raise ToolError(f"no tool {name!r}; there are {known}")
+        match INPUTS[name].model_validate(given):
+            case RemoveFile(path=path):
+                return Result(apply_edit(self.engine, REMOVE, {"path": path}))
+            case ReadSkill(name=skill):
+                return self._read_skill(skill)
+            case RunGate(gates=gates):
+                return self._run_gates(gates)
+            case SubmitPhase():
+                return self._judged(list(phase.all_gates), submission=True)
+        return Result(self.measure(self.engine))
+
+    def _read_skill(self, name: str) -> Result:
+        if name not in self.skills:
+            raise ToolError(f"no skill {name!r}; there are {', '.join(self.skills)}")
+        return Result(str(self.skills[name]))
+
+    def _run_gates(self, gates: list[str]) -> Result:
+        unknown = [gate for gate in gates if gate not in self.judge.gates]
+        if unknown:
+            raise ToolError(f"no gate {unknown[0]!r}; there are {', '.join(self.judge.gates)}")
+        return self._judged(gates, submission=False)
+
+    def _judged(self, gates: list[str], *, submission: bool) -> Result:
+        """Run gates, store the verdict, and put it into words."""
+        try:
+            verdict = self.judge.verify(self.engine, gates, self._say_gate)
+        except InputError as error:
+            text = scrub(str(error), self.names)
+            judgement = Judgement(gates=gates, passed=False, submission=submission, error=text)
+            return Result(f"FAILED before any gate ran: {text}", judgement=judgement)
+        name = f"{len(list(self.verdicts.glob('*.json'))):04d}.json"
+        data = scrub_all(verdict.model_dump(mode="json"), self.names)
+        write_atomic(
+            self.verdicts / name, type(verdict).model_validate(data).model_dump_json(indent=1)
+        )
+        judgement = Judgement(gates=gates, passed=verdict.passed, submission=submission, file=name)
+        return Result(prompts.verdict_text(verdict), judgement=judgement)
+
+    def _say_gate(self, gate: GateVerdict) -> None:
+        self.say("    " + prompts.gate_text(gate).replace("\n", "\n    "))
+
+    def _bash(self, given: Bash) -> Result:
+        from metainfer_lab import sandbox
+
+        if given.restart or not given.command:
+            return Result("each call is a new shell; there is nothing to restart")
+        checkpoint = self.checkpoint()
+        script = BASH_SETUP.format(checkpoint=checkpoint) + given.command
+        done = sandbox.run(
+            ["bash", "-c", script],
+            cwd=self.engine,
+            readable=[checkpoint],
+            timeout_s=BASH_SECONDS,
+        )
+        end = f"stopped after {BASH_SECONDS} s" if done.timed_out else f"exit {done.rc}"
+        return Result(f"{done.stdout}{done.stderr}[{end}]", is_error=done.rc != 0)
+
+
+def apply_edit(engine: Path, name: str, given: Any) -> str:
+    """Do one edit (editor or remove_file) on a folder: the only way an engine's tree changes."""
+    command = {"command": "remove", **given} if name == REMOVE else given
+    return edit(engine, TypeAdapter(Edit).validate_python(command))
+
+
+def real_judge() -> Judge:
+    """The gates themselves."""
+    from metainfer_lab.gates import GATES, verify
+
+    return Judge(
+        tuple(GATES),
+        lambda folder, gates, on_gate: verify(folder, gates=list(gates), on_gate=on_gate),
+    )
+
+
+def measured(folder: Path) -> str:
+    """Decode speed of an engine folder beside what its spec's goals compare with, in one line."""
+    from metainfer_lab.bench.compare import measure, summary
+    from metainfer_lab.engine import Engine, EngineDied, EngineError
+
+    try:
+        with Engine.open(folder) as engine:
+            return summary(measure(engine))
+    except (EngineDied, EngineError) as error:
+        raise ToolError(f"the engine could not be measured: {error}") from error
