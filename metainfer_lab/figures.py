@@ -72,7 +72,7 @@ def single_stream(rows: pd.DataFrame) -> Figure:
         axes.set_xlim(-0.6, len(engines) - 0.1)
         axes.margins(y=0.12)
         axes.set_ylim(bottom=0)
-        figure.supxlabel(caption(rates), fontsize=6, color="#404040")
+        figure.supxlabel(caption(engines), fontsize=6, color="#404040")
     return figure
 
 

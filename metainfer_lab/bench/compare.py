@@ -119,7 +119,8 @@ def to_rows(measured: Measurement, verdict: str | None = None) -> pd.DataFrame:
     base = _common(measured) | {"raw": raw, "timestamp": results.now()}
     rows = [row for name in measured.samples for row in _rows_of(measured, name, base)]
     if measured.products:
-        rows.append(_row(measured, "products", "decode_tok_s", measured.products, base))
+        bare = base | {"weights": "seeded"}
+        rows.append(_row(measured, "products", "decode_tok_s", measured.products, bare))
     for row in rows:
         if row["engine"] == measured.engine:
             row |= {"engine_tree": measured.tree, "verdict": verdict}

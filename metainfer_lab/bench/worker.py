@@ -83,6 +83,9 @@ class Worker:
         return self.receive()
 
     def _fate(self, ended: bool) -> str:
+        if ended:  # its pipe closes before its traceback is written
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=5)
         self.stderr.seek(0)
         said = " | ".join(self.stderr.read().strip().splitlines()[-3:]) or "nothing"
         fate = "died" if ended else f"was silent for {self.timeout_s:g} s"

@@ -1,0 +1,137 @@
+"""Clocks, turns and baselines; 15 s, two of the processes load torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from metainfer_lab.bench import products, timing
+from metainfer_lab.bench.worker import Worker, WorkerError
+from metainfer_lab.bench.workload import Workload
+from metainfer_lab.errors import InputError
+from metainfer_lab.model import ModelDims
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
+}
+
+
+def clocked(events: list[tuple[float, int, int]], n_streams: int) -> timing.Sample:
+    """A sample of events (arrival in s, stream, token) under a clock that shows those times."""
+    times = iter([0.0, *(at for at, _, _ in events)])
+    pairs = [(stream, token) for _, stream, token in events]
+    return timing.sample_from(pairs, [[1]] * n_streams, clock=lambda: next(times))
+
+
+def test_one_stream_by_the_definitions():
+    sample = clocked([(0.5, 0, 7), (0.6, 0, 8), (0.8, 0, 9)], 1)
+    assert sample.tokens == [[7, 8, 9]]
+    assert sample.ttft_ms == pytest.approx(500)
+    assert sample.tpot_ms == pytest.approx(150)
+    assert sample.decode_tok_s == pytest.approx(2 / 0.3)
+    assert sample.output_tok_s == pytest.approx(3 / 0.8)
+
+
+def test_rate_of_streams_counts_only_while_all_decode():
+    """Stream 1 starts late and ends late: its lonely tail is no two-stream rate."""
+    a = [(0.1 * step, 0, step) for step in range(1, 6)]
+    b = [(0.1 * step + 0.05, 1, step) for step in range(3, 11)]
+    sample = clocked(sorted(a + b), 2)
+    # between 0.35 (last first token) and 0.5 (first last token): 0.4, 0.45, 0.5
+    assert sample.decode_tok_s == pytest.approx(3 / 0.15)
+
+
+def test_short_or_disjoint_streams_are_no_measurement():
+    with pytest.raises(ValueError, match="sent 1"):
+        clocked([(0.1, 0, 1)], 1)
+    with pytest.raises(ValueError, match="never all"):
+        clocked([(0.1, 0, 1), (0.2, 0, 1), (0.3, 1, 1), (0.4, 1, 1)], 2)
+
+
+def test_turns_go_there_and_back():
+    order: list[str] = []
+    runners = {name: (lambda n=name: order.append(n) or len(order)) for name in "AB"}
+    results = timing.in_turn(runners, runs=4)
+    assert "".join(order) == "ABBAABBA"
+    assert results["A"] == [1, 4, 5, 8]
+
+
+def test_linear_drift_cancels_in_the_ratio():
+    """A machine that slows by 2 % a run; in fixed order A would win by that much."""
+    speed = iter(100 * 0.98**step for step in range(16))
+    runs = timing.in_turn({name: lambda: next(speed) for name in "AB"}, runs=8)
+    assert timing.paired_ratio(runs["A"], runs["B"]).median == pytest.approx(1, abs=0.005)
+
+
+def test_prompts_are_unique_and_secret_by_default():
+    workload = Workload(prompt_len=8, output_len=2, concurrency=3)
+    one, two = workload.prompts(1000), workload.prompts(1000)
+    seen = [tuple(p) for _ in range(5) for source in (one, two) for p in next(source)]
+    assert len(set(seen)) == 30 and {len(p) for p in seen} == {8}
+    assert next(workload.prompts(50, seed=3)) == next(workload.prompts(50, seed=3))
+
+
+def test_product_shapes_are_the_matrices_of_one_token():
+    dims = ModelDims.from_config(LLAMA)
+    layer = [(64, 64), (32, 64), (32, 64), (64, 64), (96, 64), (96, 64), (64, 96)]
+    assert sorted(products.product_shapes(dims)) == sorted([*layer, *layer, (128, 64)])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_products_run_in_their_own_process(precision):
+    with products.Products(ModelDims.from_config(LLAMA), precision, threads=1) as bare:
+        assert bare.threads == 1 and bare.rate(passes=3) > 10
+
+
+def test_products_of_unknown_precision_are_refused():
+    with pytest.raises(InputError, match="nvfp4"):
+        products.Products(ModelDims.from_config(LLAMA), "nvfp4")
+
+
+def test_dead_worker_says_its_last_words():
+    worker = Worker("metainfer_lab.bench.products")
+    with worker, pytest.raises(WorkerError, match="no_such_operation"):
+        worker.call(op="no_such_operation")
+    assert worker.process.poll() is not None
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    settings = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    LlamaForCausalLM(LlamaConfig(**settings)).save_pretrained(folder)
+    return folder
+
+
+def test_transformers_settings_agree_on_the_tokens(tiny):
+    """Every setting that may be called the best computes the same greedy continuation."""
+    from metainfer_lab.bench.transformers import Transformers
+
+    workload = Workload(prompt_len=6, output_len=5)
+    prompts = next(workload.prompts(128))
+    with Transformers(tiny) as rival:
+        best = rival.find_best(workload, 128, output_len=3)
+        assert best in rival.trials and len(rival.trials) == len(rival.candidates)
+        answers = []
+        for setting in rival.candidates:
+            rival.setting = setting
+            answers.append(rival.sample(prompts, workload).tokens)
+    assert all(answer == answers[0] for answer in answers), json.dumps(answers)
+    assert len(answers[0][0]) == 5
