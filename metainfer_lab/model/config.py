@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from metainfer_lab.errors import InputError
+from metainfer_lab.hub import read_json
 from metainfer_lab.paths import MODELS
 
 Family = Literal["llama", "qwen3", "qwen3_5_moe"]
@@ -119,7 +120,7 @@ class ModelDims(Dims):
         if Path(model).exists():
             return cls.from_config(model)
         if model.count("/") == 1 and not model.startswith((".", "/")):
-            return cls.from_config(_hub_config(model), name=model)
+            return cls.from_config(read_json(model, "config.json"), name=model)
         shipped = ", ".join(sorted(path.parent.name for path in MODELS.glob("*/config.json")))
         raise InputError(f"model: {model!r} is no shipped geometry ({shipped}), path or hub id")
 
@@ -288,17 +289,3 @@ def _quantised_layers(config: dict[str, Any]) -> dict[str, str]:
             f"known; known are {', '.join(formats)}"
         )
     return {name: formats[item["quant_algo"]] for name, item in layers.items()}
-
-
-def _hub_config(model: str) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError
-    from requests.exceptions import RequestException
-
-    try:
-        return Path(hf_hub_download(model, "config.json"))
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(
-            f"model: {model}: config.json not fetched ({reason}); check the id"
-        ) from None
