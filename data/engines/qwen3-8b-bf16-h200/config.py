@@ -1,0 +1,82 @@
+"""Dimensions of a Qwen3 checkpoint, from its config.json."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+PAGE = 64  # tokens behind one KV page
+MAX_BATCH = 32  # rows of the decode products
+GRANULES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    rope_theta: float
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Self:
+        """Reads config.json (and generation_config.json for the ids that end a text); ValueError names a bad field."""
+        config = json.loads((folder / "config.json").read_text())
+        _refuse_other_models(config)
+        generation = folder / "generation_config.json"
+        ends = json.loads(generation.read_text()).get("eos_token_id") if generation.exists() else None
+        names = [name for name in cls.__dataclass_fields__ if name in config]
+        fields = {name: config[name] for name in names}
+        fields["rope_theta"] = _rope_theta(config)
+        fields["eos_token_ids"] = _as_ids(config.get("eos_token_id")) + _as_ids(ends)
+        fields.setdefault("tie_word_embeddings", False)
+        fields.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+        missing = [name for name in cls.__dataclass_fields__ if name not in fields]
+        if missing:
+            raise ValueError(f"config.json lacks {missing[0]}")
+        return cls(**fields)
+
+    @property
+    def qkv_size(self) -> int:
+        return (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
+
+    def check_granules(self) -> None:
+        """The kernels' tiles; ValueError names the dimension that does not fit."""
+        for name, granule in GRANULES.items():
+            value = getattr(self, name)
+            if value % granule or (name == "head_dim" and value != granule):
+                raise ValueError(f"config.json: {name} {value} must be a multiple of {granule} for the GPU kernels")
+        if self.num_attention_heads > 8 * self.num_key_value_heads:
+            raise ValueError("config.json: num_attention_heads may be at most 8 times num_key_value_heads")
+
+
+def _refuse_other_models(config: dict) -> None:
+    expected = {"model_type": "qwen3", "hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
+    for name, value in expected.items():
+        if config.get(name, value) != value:
+            raise ValueError(f"config.json: {name} is {config[name]!r}, this engine holds {value!r}")
+    if config["num_attention_heads"] % config["num_key_value_heads"]:
+        raise ValueError("config.json: num_attention_heads must be a multiple of num_key_value_heads")
+    if config["hidden_size"] % 32:
+        raise ValueError("config.json: hidden_size must be a multiple of 32")
+
+
+def _rope_theta(config: dict) -> float:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise ValueError(f"config.json: rope type {rope} is not supported, only default")
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    if theta is None:
+        raise ValueError("config.json lacks rope_theta")
+    return float(theta)
+
+
+def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
