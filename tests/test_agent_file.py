@@ -6,27 +6,26 @@ import json
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
-from agent_fakes import SPEC, fake_judge, local_runs, start  # noqa: F401 (a fixture)
+from agent_fakes import SPEC, fake_judge, isolate, start, wait_for
 
 from metainfer_lab import agent
 from metainfer_lab.agent import generation
 from metainfer_lab.errors import InputError
 
 
-def wait_for(path, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not path.is_file():
-        assert time.monotonic() < deadline, f"{path.name} did not come"
-        time.sleep(0.05)
-    return path
+@pytest.fixture
+def local_runs(monkeypatch, tmp_path):
+    return isolate(monkeypatch, tmp_path)
 
 
 def reply(desk, *options):
     return subprocess.run(
-        [sys.executable, str(desk / "reply.py"), *options], capture_output=True, text=True, check=True
+        [sys.executable, str(desk / "reply.py"), *options],
+        capture_output=True,
+        text=True,
+        check=True,
     )
 
 

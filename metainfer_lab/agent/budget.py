@@ -69,7 +69,7 @@ class Budget(BaseModel):
             spent = total_cost(lines) or 0.0
             if spent + worst > self.usd:
                 raise BudgetSpent(
-                    f"budget_usd: {spent:.2f} of {self.usd:.2f} are spent and the next call may not fit"
+                    f"budget_usd: {spent:.2f} of {self.usd:.2f} spent, the next call may not fit"
                 )
 
 

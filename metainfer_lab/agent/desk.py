@@ -1,4 +1,4 @@
-"""The folder where the author of a `file` run works: requests, the spec, skills, a look at the engine.
+"""Where the author of a `file` run works: requests, spec, skills, a look at the engine.
 
 It holds nothing of the gates, the oracle or other engines.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from metainfer_lab.agent.tools import Bash, INPUTS
+from metainfer_lab.agent.tools import INPUTS, Bash
 from metainfer_lab.paths import tree_files, write_atomic
 from metainfer_lab.skills import Skill, as_markdown, reachable
 from metainfer_lab.spec import Spec
@@ -20,13 +20,14 @@ AUTHOR = """\
 # How to write this engine
 
 You are the author. The program that runs the gates writes `request-NNNN.md` here (and the same as
-`request-NNNN.json`, the whole Messages API request) and waits for your answer, `reply-NNNN.json`. Everything you
-may use is in this folder and in your own head: the spec, the skills, public formulas. Look at nothing else
-on this machine: not at the program, not at other engines, not at the sources of libraries that contain models.
+`request-NNNN.json`, the whole Messages API request) and waits for your answer, `reply-NNNN.json`.
+Everything you may use is in this folder and in your own head: the spec, the skills, public
+formulas. Look at nothing else on this machine: not at the program, not at other engines, not at
+the sources of libraries that contain models.
 
     spec.yaml        what the engine must do; run.txt: the run's id, for engine.json
     skills/          every skill of this spec; requests quote those of their phase
-    engine/          the engine as the program holds it now, a copy that is refreshed with each request
+    engine/          the engine as the program holds it, a copy made with each request
     draft/           yours: write the engine here
     checkpoint/      the model's files (read only)
     reply.py         turns your draft into a reply
@@ -35,23 +36,25 @@ on this machine: not at the program, not at other engines, not at the sources of
 
 1. Read the newest request (results of your calls; on the first, rules and task).
 2. Write or change files in `draft/` (it starts equal to `engine/`).
-3. `python3 reply.py --gate logits --gate decode --submit`: every file of `draft/` that differs from `engine/`
-   becomes a `create` call (a file that is gone a `remove_file` call), then `run_gate`, then `submit_phase`. Options:
-   `--text "..."` (what you want to say), `--gate NAME` (again for more), `--bash "command"` (runs in the sandbox on
-   the changed files, before the gates), `--skill NAME`, `--measure`, `--submit`, `--no-files`.
-4. Wait for the next `request-NNNN.md`: `python3 reply.py --wait` returns when it is there. A reply that cannot be
-   taken is answered by `reply-NNNN.error.txt`; write it again.
+3. `python3 reply.py --gate logits --gate decode --submit`: every file of `draft/` that differs
+   from `engine/` becomes a `create` call (a file that is gone a `remove_file` call), then
+   `run_gate`, then `submit_phase`. Options: `--text "..."` (what you want to say), `--gate NAME`
+   (again for more), `--bash "command"` (runs in the sandbox on the changed files, before the
+   gates), `--skill NAME`, `--measure`, `--submit`, `--no-files`.
+4. Wait for the next `request-NNNN.md`: `python3 reply.py --wait` returns when it is there. A
+   reply that cannot be taken is answered by `reply-NNNN.error.txt`; write it again.
 
-Many calls in one reply are welcome: all files, gates and the submission at once. You need not use reply.py: any
-`reply-NNNN.json` that holds a list of content blocks will do, for example
+Many calls in one reply are welcome: all files, gates and the submission at once. You need not use
+reply.py: any `reply-NNNN.json` that holds a list of content blocks will do, for example
 
     [{"type": "text", "text": "why"},
      {"type": "tool_use", "name": "str_replace_based_edit_tool",
       "input": {"command": "create", "path": "__init__.py", "file_text": "..."}},
      {"type": "tool_use", "name": "submit_phase", "input": {}}]
 
-Trying your draft yourself is allowed (any Python with torch, numpy and safetensors); what counts is the verdict.
-The program ends when the last phase has passed, or at a limit; `state.txt` then says so.
+Trying your draft yourself is allowed (any Python with torch, numpy and safetensors); what counts
+is the verdict. The program ends when the last phase has passed, or at a limit; `state.txt` then
+says so.
 
 ## Tools
 

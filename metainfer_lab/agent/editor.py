@@ -26,7 +26,7 @@ class _Command(BaseModel):
 
 
 class View(_Command):
-    """Show a file with line numbers, or list a folder; view_range is [first, last], -1 for the end."""
+    """Show a file with line numbers, or list a folder; view_range is [first, last], -1 the end."""
 
     command: Literal["view"]
     view_range: tuple[int, int] | None = None

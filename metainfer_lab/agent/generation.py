@@ -53,10 +53,10 @@ def generate(
     judge: Judge | None = None,
     **connection: Any,
 ) -> Run:
-    """Have an engine written for a spec; returns the run, passed or stopped (its `reason` says why).
+    """Have an engine written for a spec; the run, passed or stopped (`reason` says why).
 
-    provider: `replay` carries out the spec's recorded run again (gates for real in `phases`, all when
-    None); `file` waits in `folder` for an author's replies; `anthropic` calls the API (needs
+    provider: `replay` carries out the spec's recorded run again (gates for real in `phases`, in all
+    when None); `file` waits in `folder` for an author's replies; `anthropic` calls the API (needs
     ANTHROPIC_API_KEY and budget_usd). An unfinished run of this spec and provider is gone on with,
     unless `fresh`. connection: base_url, timeout and the like, passed to the SDK's client.
     """
@@ -177,7 +177,7 @@ def _client(
 
 
 def _drive(loop: Loop, home: Path) -> Run:
-    """Run the loop to its end and write down how it ended; an interrupt leaves the run resumable."""
+    """Run the loop to its end and write down how it ended; an interrupted run can go on."""
     run = Run(home)
     run.info.status, run.info.reason = "running", None
     runs.save(home, run.info)

@@ -136,7 +136,7 @@ class Loop:
         )
 
     def _request(self, conversation: int) -> dict[str, Any]:
-        """What is sent: the stable prefix first (tools, rules, task), marked for the prompt cache."""
+        """What is sent: the stable prefix first (tools, rules, task), marked for the cache."""
         messages = self.transcript.messages(conversation)
         request: dict[str, Any] = {
             "model": self.model,
@@ -152,7 +152,7 @@ class Loop:
         return self.client.messages.count_tokens(**request).input_tokens
 
     def _stream(self, request: dict[str, Any]) -> Any:
-        """One streamed reply; a stream that breaks off is asked again (the SDK retries only starts)."""
+        """One streamed reply; one that breaks off is asked again (the SDK retries only starts)."""
         import anthropic
         import httpx2
 
@@ -207,7 +207,7 @@ class Loop:
     def _remarks(
         self, reply: Line, results: list[tuple[Block, Result]], failed: bool
     ) -> list[Block]:
-        """What the loop has to say beside the results: nothing was called, or skills on failures."""
+        """What the loop says beside the results: nothing was called, or skills on failures."""
         if not results:
             text = prompts.CUT_OFF if reply.stop_reason == "max_tokens" else prompts.NO_CALL
             return [{"type": "text", "text": text}]
@@ -249,7 +249,7 @@ def replay_edit(engine: Path, block: Block) -> None:
 
 
 def _cached(message: dict[str, Any]) -> dict[str, Any]:
-    """A user message whose last block ends the cached prefix; a paused reply goes back as it was."""
+    """A user message whose last block ends the cached prefix; a paused reply as it was."""
     if message["role"] == "assistant":
         return message
     content = message["content"]

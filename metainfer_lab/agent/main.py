@@ -1,4 +1,4 @@
-"""`python -m metainfer_lab.agent.main generate SPEC`: the verb, for use before anything else is there."""
+"""`python -m metainfer_lab.agent.main generate SPEC`: the verbs of this room alone."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ TEMPLATES = (
     ),
     _Template(
         "limits",
-        "edges and bad arguments: the right answer or a ValueError that names the argument; sampling",
+        "edges, bad arguments (a ValueError that names the argument), sampling",
         ("limits", "sampling"),
     ),
     _Template("memory", "capacity, no allocation in steady decode, no leak", ("memory",), _on_gpu),

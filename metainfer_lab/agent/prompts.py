@@ -4,37 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from metainfer_lab.agent.phases import Phase
 from metainfer_lab.paths import tree_files
 from metainfer_lab.skills import Skill
 from metainfer_lab.spec import Spec
 
-if TYPE_CHECKING:
-    from metainfer_lab.gates import GateVerdict, Verdict
-
-SHOWN_FAILURES = 4
 MAX_RESULT = 12_000  # characters of a tool's output that are passed on
 
 SYSTEM = """\
-You write an inference engine from a blank sheet: a small Python package that does what one spec asks, for one
-model family, and nothing else. You work in phases. A phase ends only by a verdict of gates that neither you nor
-the program that talks to you can influence: they run your engine in a sandbox on inputs drawn on the spot and
-compare it with an oracle. Saying that something works counts for nothing; submit_phase does.
+You write an inference engine from a blank sheet: a small Python package that does what one spec
+asks, for one model family, and nothing else. You work in phases. A phase ends only by a verdict
+of gates that neither you nor the program that talks to you can influence: they run your engine in
+a sandbox on inputs drawn on the spot and compare it with an oracle. Saying that something works
+counts for nothing; submit_phase does.
 
 Rules
-- Write from the spec, the skills and public formulas. No text is copied from an existing engine or library; a finished
-  engine is checked for long verbatim overlap. Use no knowledge of what the gates draw; they draw something else each time.
-- Paths are relative to the engine folder. Every change to it goes through str_replace_based_edit_tool and remove_file.
-- bash runs in a sandbox: the engine folder is its working directory, read-only; python there has torch, triton,
-  safetensors and numpy, and `import engine` finds the engine; write to $TMPDIR; each call is a new shell, of two minutes at
-  most. The checkpoint's folder is $CHECKPOINT. Use it to try the code, to measure, to look at torch's signatures.
-- run_gate runs gates on the engine as it stands; it costs no attempt. submit_phase runs those of the phase and of
-  all earlier ones; it must be the last call of a reply.
-- Several tool calls in one reply are carried out in order: write all files, run the gates and submit in one go.
-- When a gate fails, find out why before changing anything: read the case, the position, the error beside the
-  tolerance. Never weaken a check of your own to get through, never special-case what a gate seems to ask.
+- Write from the spec, the skills and public formulas. No text is copied from an existing engine
+  or library; a finished engine is checked for long verbatim overlap. Use no knowledge of what the
+  gates draw; they draw something else each time.
+- Paths are relative to the engine folder. Every change to it goes through
+  str_replace_based_edit_tool and remove_file.
+- bash runs in a sandbox: the engine folder is its working directory, read-only; python there has
+  torch, triton, safetensors and numpy, and `import engine` finds the engine; write to $TMPDIR;
+  each call is a new shell, of two minutes at most. The checkpoint's folder is $CHECKPOINT. Use it
+  to try the code, to measure, to look at torch's signatures.
+- run_gate runs gates on the engine as it stands; it costs no attempt. submit_phase runs those of
+  the phase and of all earlier ones; it must be the last call of a reply.
+- Several tool calls in one reply are carried out in order: write all files, run the gates and
+  submit in one go.
+- When a gate fails, find out why before changing anything: read the case, the position, the error
+  beside the tolerance. Never weaken a check of your own to get through, never special-case what a
+  gate seems to ask.
 """
 
 
@@ -47,7 +49,7 @@ def opening(
     engine: Path,
     earlier: str,
 ) -> str:
-    """The first message of a phase: spec, task, what exists, skills in full, other skills by name."""
+    """The first message of a phase: task, spec, files, skills in full, others by name."""
     listing = "\n".join(
         f"- {p.relative_to(engine).as_posix()} ({len(p.read_text().splitlines())} lines)"
         for p in tree_files(engine)
@@ -68,34 +70,14 @@ def opening(
 
 
 NO_CALL = (
-    "Nothing was submitted. A phase ends only by a verdict: go on with tool calls, and call submit_phase "
-    "when the phase's gates should pass."
+    "Nothing was submitted. A phase ends only by a verdict: go on with tool calls, and call "
+    "submit_phase when the phase's gates should pass."
 )
-CUT_OFF = "The reply was cut off at its token limit; this call was not carried out. Send it again in smaller parts."
+CUT_OFF = (
+    "The reply was cut off at its token limit; this call was not carried out. Send it again in "
+    "smaller parts."
+)
 NOT_LAST = "submit_phase ends a reply: calls after it were not carried out."
-
-
-def verdict_text(verdict: Verdict) -> str:
-    """A verdict as an engineer reads it: each gate, and the first failures in full."""
-    head = f"{'PASSED' if verdict.passed else 'FAILED'} on {verdict.device} (sandbox {verdict.sandbox})"
-    return "\n".join([head, *(gate_text(gate) for gate in verdict.gates)])
-
-
-def gate_text(gate: GateVerdict) -> str:
-    """One gate: status, cases, worst error beside its tolerance, reason, the first failures."""
-    worst = "" if gate.worst_error is None else f", worst error {gate.worst_error:.3g}"
-    allowed = "" if gate.tolerance is None else f" (allowed {gate.tolerance:.3g})"
-    lines = [
-        f"- {gate.gate}: {gate.status}, {gate.cases} cases{worst}{allowed}, {gate.seconds:.0f} s"
-    ]
-    if gate.reason:
-        lines.append(f"  {gate.reason}")
-    for failure in gate.failures[:SHOWN_FAILURES]:
-        known = failure.model_dump(exclude_none=True)
-        lines.append("  * " + "; ".join(f"{name}: {value}" for name, value in known.items()))
-    if len(gate.failures) > SHOWN_FAILURES:
-        lines.append(f"  * and {len(gate.failures) - SHOWN_FAILURES} more failures")
-    return "\n".join(lines)
 
 
 def clip(text: str, limit: int = MAX_RESULT) -> str:
@@ -107,7 +89,7 @@ def clip(text: str, limit: int = MAX_RESULT) -> str:
 
 
 def readable_request(body: dict[str, Any], number: int) -> str:
-    """What is new in a request, for an author who reads a file: rules and task once, then results."""
+    """What is new in a request, for an author who reads files: rules and task once."""
     messages = body["messages"]
     parts = [f"# Request {number:04d} (answer in reply-{number:04d}.json; author.md says how)"]
     if len(messages) == 1:

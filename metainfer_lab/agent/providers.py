@@ -134,7 +134,7 @@ def parse_reply(text: str, number: int) -> dict[str, Any]:
     content = [block.model_dump(exclude_none=True) for block in reply.content]
     calls = [block for block in content if block["type"] == "tool_use"]
     for index, block in enumerate(calls):
-        block.setdefault("id", f"toolu_{number:04d}_{index:02d}")
+        block["id"] = f"toolu_{number:04d}_{index:02d}"
     reason = reply.stop_reason or ("tool_use" if calls else "end_turn")
     return {"content": content, "stop_reason": reason}
 

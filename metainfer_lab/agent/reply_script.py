@@ -1,4 +1,4 @@
-"""Turn the draft folder into the reply to the newest request. Standard library only; see author.md."""
+"""Turn the draft folder into the reply to the newest request; author.md says how."""
 
 import argparse
 import json

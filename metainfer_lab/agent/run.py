@@ -164,7 +164,7 @@ class Run:
         ]
 
     def turn(self, number: int) -> Turn:
-        """Turn `number`, from 1: what was asked, the reply's calls, the diff, what the gates said."""
+        """Turn `number`, from 1: what was asked, the calls, the diff, what the gates said."""
         if not 1 <= number <= len(self._turns):
             raise InputError(f"turn {number}: run {self.id} has turns 1 to {len(self._turns)}")
         asked, reply, results = self._turns[number - 1]
@@ -188,7 +188,7 @@ class Run:
 
     @contextmanager
     def _tree_before(self, n: int) -> Iterator[Path]:
-        """The engine's files as they were when line n was written, results of replies before it in."""
+        """The engine's files as they were when line n was written."""
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch) / "engine"
             answered = self.transcript.lines[: n + 1]
@@ -232,7 +232,7 @@ class Run:
             return lines_of_code(folder)
 
     def replay(self, phases: Sequence[str] | None = None, **options: Any) -> Report:
-        """Carry the run's tool calls out again, gates for real in `phases`; divergences are listed."""
+        """Carry the tool calls out again, gates for real in `phases`; divergences are listed."""
         from metainfer_lab.agent.replay import replay
 
         self.report = replay(self, phases, **options)
@@ -246,16 +246,15 @@ class Run:
         facts = self.summary()
         text = (
             f"run {facts.id}: {facts.status}, {facts.turns} turns, {facts.attempts} submissions, "
-            f"{facts.failed_verdicts} failed verdicts, {facts.lines_of_code} lines, {facts.seconds:.0f} s\n"
+            f"{facts.failed_verdicts} failed verdicts, {facts.lines_of_code} lines, "
+            f"{facts.seconds:.0f} s\n"
             f"author: {facts.author}; reviewer: {facts.reviewer}"
         )
         return f"{text}\n{facts.reason}" if facts.reason else text
 
 
-ROW = (
-    "turn time seconds phase attempt calls gates passed submission lines_added lines_removed "
-    "input_tokens output_tokens tree"
-).split()
+ROW = ["turn", "time", "seconds", "phase", "attempt", "calls", "gates", "passed", "submission"]
+ROW += ["lines_added", "lines_removed", "input_tokens", "output_tokens", "tree"]
 
 
 def _row(number: int, asked: Line, reply: Line, results: Line | None) -> list[Any]:
@@ -350,7 +349,7 @@ def save(folder: Path, info: RunInfo) -> None:
 
 
 def record(name: str, *, engine: bool = False) -> Run:
-    """Publish a finished local run into data/runs; with `engine`, its last tree as the spec's engine."""
+    """Publish a finished local run; with `engine`, its last tree as the spec's engine."""
     source = LOCAL_RUNS / name
     if not (source / "run.json").is_file():
         raise InputError(f"run {name}: not among the local runs; there are {_local_names()}")

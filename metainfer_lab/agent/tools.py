@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from metainfer_lab.agent import prompts
 from metainfer_lab.agent.editor import Edit, ToolError, edit
-from metainfer_lab.agent.scrub import scrub, scrub_all
+from metainfer_lab.agent.scrub import scrub
 from metainfer_lab.agent.transcript import Block, Judgement
 from metainfer_lab.errors import InputError
 from metainfer_lab.paths import write_atomic
@@ -117,8 +117,8 @@ class Result:
 class Tools:
     """The tools bound to one run's folders.
 
-    engine: the folder that is written; verdicts: where verdicts are stored; skills: those that may be
-    read; judge: the gates; checkpoint: fetches the folder that bash may read; names: paths to scrub.
+    engine: the folder that is written; verdicts: where verdicts are stored; skills: those that may
+    be read; judge: the gates; checkpoint: fetches the folder that bash may read; names: to scrub.
     """
 
     engine: Path
@@ -138,6 +138,8 @@ class Tools:
             result = Result(f"{block['name']}: {explain(error)}", is_error=True)
         except (ToolError, InputError) as error:
             result = Result(str(error), is_error=True)
+        if result.judgement:
+            result.judgement = result.judgement.model_copy(update={"call": block["id"]})
         result.text = prompts.clip(scrub(result.text, self.names))
         return result
 
@@ -180,15 +182,13 @@ class Tools:
             judgement = Judgement(gates=gates, passed=False, submission=submission, error=text)
             return Result(f"FAILED before any gate ran: {text}", judgement=judgement)
         name = f"{len(list(self.verdicts.glob('*.json'))):04d}.json"
-        data = scrub_all(verdict.model_dump(mode="json"), self.names)
-        write_atomic(
-            self.verdicts / name, type(verdict).model_validate(data).model_dump_json(indent=1)
-        )
+        text = scrub(verdict.model_dump_json(indent=1), self.names)
+        write_atomic(self.verdicts / name, text + "\n")
         judgement = Judgement(gates=gates, passed=verdict.passed, submission=submission, file=name)
-        return Result(prompts.verdict_text(verdict), judgement=judgement)
+        return Result(str(verdict), judgement=judgement)
 
     def _say_gate(self, gate: GateVerdict) -> None:
-        self.say("    " + prompts.gate_text(gate).replace("\n", "\n    "))
+        self.say("    " + str(gate).replace("\n", "\n    "))
 
     def _bash(self, given: Bash) -> Result:
         from metainfer_lab import sandbox

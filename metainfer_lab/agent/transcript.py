@@ -24,10 +24,11 @@ Block = dict[str, Any]
 
 
 class Judgement(BaseModel):
-    """One call of the gates: the verdict's file, or why there is none."""
+    """One call of the gates: the tool call's id, the verdict's file, or why there is none."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    call: str = ""
     gates: list[str]
     passed: bool
     submission: bool
@@ -39,8 +40,8 @@ class Line(BaseModel):
     """One message with its circumstances.
 
     conversation: counts fresh contexts; tree: hash of the engine's files when the message was
-    complete (for tool results: after the tools ran); seconds: how long the author or the tools took;
-    usage: null where no API said it; previous: SHA-256 of the line before.
+    complete (for tool results: after the tools ran); seconds: how long the author or the tools
+    took; usage: null where no API said it; previous: SHA-256 of the line before.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -83,7 +84,7 @@ class Line(BaseModel):
 
 
 class Transcript:
-    """Lines of a run; `append` is the only way to add one, and it is on the disk when it returns."""
+    """Lines of a run; only `append` adds one, and it is on the disk when that returns."""
 
     def __init__(self, path: Path, *, writable: bool = False) -> None:
         self.path = path
