@@ -115,7 +115,7 @@ class ModelDims(Dims):
     @classmethod
     def load(cls, model: str) -> ModelDims:
         """A shipped geometry by name, else a path, else a hub id (fetches config.json alone)."""
-        if (MODELS / model / "config.json").is_file():
+        if "/" not in model and (MODELS / model / "config.json").is_file():
             return cls.from_config(MODELS / model, name=model)
         if Path(model).exists():
             return cls.from_config(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def spec_of_model(model: str, hardware: str) -> Spec:
     plain = "fp32" if hardware == "cpu" else "bf16"
     longest = min(4096, dims.max_position_embeddings)
     data: dict[str, Any] = {
-        "id": f"{dims.name.rpartition('/')[2].lower()}-{hardware}",
+        "id": re.sub(r"[^a-z0-9.]+", "-", f"{dims.name.lower()}-{hardware}").strip("-."),
         "model": model,
         "checkpoint": {"source": model},
         "hardware": hardware,
