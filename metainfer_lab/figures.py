@@ -35,7 +35,7 @@ LOOKS: dict[str, tuple[str, str]] = {
     "llama.cpp": (YELLOW, "---"),
 }
 OURS = (BLUE, "")
-STATUS = {"pass": (GREEN, "o"), "fail": (VERMILION, "X"), "not_judged": (GREY, "D")}
+VERDICTS = {True: ("gates passed", GREEN, "o"), False: ("a gate failed", VERMILION, "X")}
 
 
 def style() -> AbstractContextManager:
@@ -76,25 +76,27 @@ def single_stream(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def timeline(attempts: pd.DataFrame) -> Figure:
+def timeline(turns: pd.DataFrame) -> Figure:
     """How a generation went: each phase a bar over its turns, each verdict a mark on it.
 
-    attempts: columns phase, turn, gate, status (pass | fail | not_judged), in order of turns.
+    turns: one row a turn, as `Run.timeline()` gives it; of it the columns turn, phase, passed
+    (None where no gate ran) and submission (whether the verdict could end the phase).
     """
     from matplotlib.figure import Figure
 
-    phases = list(dict.fromkeys(attempts["phase"]))
+    phases = list(dict.fromkeys(turns["phase"]))
     with style():
-        figure = Figure(figsize=(6.75, 0.6 + 0.32 * len(phases)))
+        figure = Figure(figsize=(6.75, 0.9 + 0.3 * len(phases)))
         axes = figure.subplots()
         for place, phase in enumerate(phases):
-            _phase(axes, place, attempts[attempts["phase"] == phase])
+            _phase(axes, place, turns[turns["phase"] == phase])
         axes.set_yticks(range(len(phases)), phases)
         axes.set_ylim(len(phases) - 0.4, -0.6)
-        axes.set_xlabel("turn")
+        axes.set_xlabel("turn (a reply of the author and what came of it)")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(axis="x")
         axes.grid(visible=False, axis="y")
-        axes.legend(*_status_legend(attempts), loc="lower left", ncols=3)
+        _verdict_legend(axes)
     return figure
 
 
@@ -200,17 +202,19 @@ def _text(axes: Axes, x: float, y: float, text: str, colour: str) -> None:
     axes.annotate(text, (x, y), (1, 2), textcoords="offset points", fontsize=7, color=colour)
 
 
-def _phase(axes: Axes, place: int, rows: pd.DataFrame) -> None:
-    first, last = rows["turn"].min(), rows["turn"].max()
+def _phase(axes: Axes, place: int, turns: pd.DataFrame) -> None:
+    first, last = turns["turn"].min(), turns["turn"].max()
     axes.barh(place, last - first + 0.8, left=first - 0.4, height=0.5, color=SKY, alpha=0.35)
-    for status, (colour, marker) in STATUS.items():
-        turns = rows.loc[rows["status"] == status, "turn"]
-        axes.scatter(turns, [place] * len(turns), color=colour, marker=marker, s=22, zorder=3)
+    for passed, (_, colour, marker) in VERDICTS.items():
+        at = turns.loc[[value is passed for value in turns["passed"]], "turn"]
+        axes.scatter(at, [place] * len(at), color=colour, marker=marker, s=22, zorder=3)
 
 
-def _status_legend(attempts: pd.DataFrame) -> tuple[list, list[str]]:
+def _verdict_legend(axes: Axes) -> None:
     from matplotlib.lines import Line2D
 
-    seen = [status for status in STATUS if (attempts["status"] == status).any()]
-    marks = [Line2D([], [], linestyle="", marker=STATUS[s][1], color=STATUS[s][0]) for s in seen]
-    return marks, [status.replace("_", " ") for status in seen]
+    marks = [
+        Line2D([], [], linestyle="", color=colour, marker=marker, label=label)
+        for label, colour, marker in VERDICTS.values()
+    ]
+    axes.legend(handles=marks, loc="lower left", ncols=2)

@@ -16,6 +16,15 @@ def in_notebook() -> bool:
     return hasattr(shell, "kernel") and os.environ.get(BATCH) != "1"
 
 
+class Silent:
+    """Progress that nobody watches."""
+
+    def update(self, text: str) -> None:
+        """Nothing."""
+
+    close = update
+
+
 class Live:
     """A line of progress: `update` changes it in a notebook and prints a new one elsewhere.
 

@@ -12,6 +12,8 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from metainfer_lab.agent.replay import Report
+    from metainfer_lab.agent.run import Run, Turn
     from metainfer_lab.engine import Chat, Engine
     from metainfer_lab.gates import GateVerdict, Verdict
     from metainfer_lab.plan import Plan
@@ -22,7 +24,7 @@ MARKS = {"pass": "✓", "fail": "✗", "not_judged": "–"}
 COLOURS = {
     "pass": "var(--jp-success-color1, #2e7d32)",
     "fail": "var(--jp-error-color1, #c62828)",
-    "not_judged": "var(--jp-ui-font-color2, #666)",
+    "not_judged": "var(--jp-ui-font-color2, #777)",
 }
 
 
@@ -101,25 +103,6 @@ def _terms(terms: Iterable[Term]) -> str:
     return table(("term", "formula", "amount", "ms", "rate"), rows)
 
 
-def verdict_text(verdict: Verdict) -> str:
-    """One line a gate, then the first failures."""
-    head = f"{verdict.engine} on {verdict.device}, sandbox {verdict.sandbox}"
-    word = "passed" if verdict.passed else "FAILED"
-    gates = [gate_text(gate) for gate in verdict.gates]
-    return "\n".join([f"{word}: {head}", *(f"  {line}" for line in gates)])
-
-
-def gate_text(gate: GateVerdict) -> str:
-    """Status, how much was asked, worst error beside its tolerance, reason."""
-    error = "" if gate.worst_error is None else f", worst {gate.worst_error:.2e}"
-    allowed = "" if gate.tolerance is None else f" of {gate.tolerance:.2e} allowed"
-    reason = f": {gate.reason}" if gate.reason else ""
-    return (
-        f"{MARKS[gate.status]} {gate.gate:10} {gate.cases} cases{error}{allowed}, "
-        f"{gate.seconds:.1f} s{reason}"
-    )
-
-
 def verdict_html(verdict: Verdict) -> str:
     """A table of gates; failures unfold."""
     word = status("pass" if verdict.passed else "fail")
@@ -183,6 +166,44 @@ def chat_html(chat: Chat) -> str:
     return f"<blockquote>{escape(chat.text)}</blockquote>{escape(chat_text(chat))}"
 
 
+def run_html(run: Run) -> str:
+    """Who wrote it and what it took, then one row a phase."""
+    lines = "<br>".join(escape(line) for line in str(run).splitlines())
+    turns = run.timeline()
+    rows = []
+    for phase, of_phase in turns.groupby("phase", sort=False):
+        judged = [passed for passed in of_phase["passed"] if passed is not None]
+        last = status("pass" if judged[-1] else "fail") if judged else ""
+        gates = of_phase.loc[of_phase["submission"], "gates"]
+        rows.append((phase, len(of_phase), judged.count(False), last, *gates.tail(1)))
+    head = ("phase", "turns", "failed verdicts", "ended by", "gates")
+    return f"{lines}{table(head, rows)}"
+
+
+def turn_html(turn: Turn) -> str:
+    """What was asked, said, changed and judged, folded."""
+    head = f"turn {turn.number}, phase {turn.phase}, attempt {turn.attempt}"
+    calls = ", ".join(call["name"] for call in turn.calls) or "none"
+    judged = "".join(
+        f"<br>{status('pass' if j.passed else 'fail')} {escape(', '.join(j.gates))}"
+        for j in turn.judgements
+    )
+    parts = [("asked", code(turn.asked)), ("said", code(turn.said))]
+    parts += [("diff", code(turn.diff, "diff"))]
+    parts += [("results", code("\n\n".join(str(r.get("content", "")) for r in turn.results)))]
+    folds = "".join(fold(name, body) for name, body in parts)
+    return f"<b>{escape(head)}</b><br>calls: {escape(calls)}{judged}{folds}"
+
+
+def report_html(report: Report) -> str:
+    """What ran for real, and every difference from the record."""
+    line = escape(str(report).splitlines()[0])
+    rows = [(g["gate"], status(g["status"]), g["cases"], g["worst_error"]) for g in report.gates]
+    ran = table(("gate run for real", "status", "cases", "worst error"), rows)
+    found = table(("divergence",), [(str(d),) for d in report.divergences])
+    return line + ran + (found if report.divergences else "")
+
+
 def figure_png(figure: Any) -> bytes:
     """A figure made without pyplot, which would have registered a formatter of its own."""
     buffer = io.BytesIO()
@@ -198,8 +219,11 @@ def _pairs(values: dict[str, object]) -> str:
 NOUNS: dict[tuple[str, str], tuple[Callable[[Any], str], Callable[[Any], str]]] = {
     ("metainfer_lab.spec", "Spec"): (str, spec_html),
     ("metainfer_lab.plan.result", "Plan"): (str, plan_html),
-    ("metainfer_lab.gates.verdict", "Verdict"): (verdict_text, verdict_html),
-    ("metainfer_lab.gates.verdict", "GateVerdict"): (gate_text, gate_html),
+    ("metainfer_lab.gates.verdict", "Verdict"): (str, verdict_html),
+    ("metainfer_lab.gates.verdict", "GateVerdict"): (str, gate_html),
+    ("metainfer_lab.agent.run", "Run"): (str, run_html),
+    ("metainfer_lab.agent.run", "Turn"): (str, turn_html),
+    ("metainfer_lab.agent.replay", "Report"): (str, report_html),
     ("metainfer_lab.engine.session", "Engine"): (engine_text, engine_html),
     ("metainfer_lab.engine.session", "Chat"): (chat_text, chat_html),
 }

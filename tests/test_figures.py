@@ -67,15 +67,11 @@ def test_saved_files_are_byte_stable(rows, tmp_path):
 
 
 def test_timeline_marks_each_verdict():
-    attempts = pd.DataFrame(
-        [
-            ("model", 2, "logits", "fail"),
-            ("model", 5, "logits", "pass"),
-            ("decode", 9, "decode", "pass"),
-        ],
-        columns=["phase", "turn", "gate", "status"],
+    turns = pd.DataFrame(
+        [(1, "model", None), (2, "model", False), (5, "model", True), (9, "decode", True)],
+        columns=["turn", "phase", "passed"],
     )
-    axes = figures.timeline(attempts).axes[0]
+    axes = figures.timeline(turns).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["model", "decode"]
     marks = [point for group in axes.collections for point in group.get_offsets().tolist()]
     assert sorted(marks) == [[2, 0], [5, 0], [9, 1]]

@@ -18,7 +18,7 @@ from metainfer_lab.bench.workload import Workload
 from metainfer_lab.engine import Engine
 from metainfer_lab.errors import InputError
 from metainfer_lab.hardware import usable_cores
-from metainfer_lab.live import Live
+from metainfer_lab.live import Live, Silent
 from metainfer_lab.plan import Plan, plan
 from metainfer_lab.spec import Spec
 
@@ -83,13 +83,17 @@ def bench(
 
 
 def measure(
-    engine: Engine, *, beside: Sequence[str] = (), workload: Workload | None = None
+    engine: Engine,
+    *,
+    beside: Sequence[str] = (),
+    workload: Workload | None = None,
+    live: Live | Silent | None = None,
 ) -> Measurement:
     """Time an open engine and its rivals in turn, one warm-up each, after all are loaded."""
+    live = live or Live()
     workload = workload or Workload.from_spec(engine.spec)
     rivals = _rivals(engine.spec, beside)
     measured = Measurement(engine.folder.name, engine.tree, plan(engine.spec), workload)
-    live = Live()
     with ExitStack() as stack:
         runners = {engine.folder.name: _engine_runner(engine, measured)}
         for name in rivals:
@@ -106,11 +110,13 @@ def measure(
 
 
 def summary(measured: Measurement) -> str:
-    """One line: decode tok/s of each, and the ratios."""
+    """Decode rates, how the baseline ran, and the ratios; one line each."""
     names = [measured.engine, *measured.rivals]
     rates = ", ".join(f"{name} {spread(measured.rates(name)).p50:.1f}" for name in names)
-    ratios = "; ".join(f"{measured.ratio(name)} x {name}" for name in measured.rivals)
-    return f"decode tok/s: {rates}" + (f"; {ratios}" if ratios else "")
+    setting = measured.about.get("transformers", {}).get("setting")
+    how = f" (transformers at its best here: {setting})" if setting else ""
+    ratios = [f"{measured.ratio(name)} of {name}" for name in measured.rivals]
+    return "; ".join([f"decode tok/s: {rates}{how}", *ratios])
 
 
 def to_rows(measured: Measurement, verdict: str | None = None) -> pd.DataFrame:
@@ -161,8 +167,7 @@ def _transformers(stack: ExitStack, engine: Engine, measured: Measurement) -> Ca
     device = "cuda" if gpu else "cpu"
     rival = stack.enter_context(Transformers(engine.checkpoint, dtype, device))
     vocab = measured.plan.dims.vocab_size
-    best = rival.find_best(measured.workload, vocab)
-    print(f"transformers at its best here: {best}, {rival.trials[best]:.1f} tok/s", flush=True)
+    rival.find_best(measured.workload, vocab)
     measured.about["transformers"] = rival.describe()
     measured.versions |= rival.versions
     prompts = measured.workload.prompts(vocab)
@@ -179,7 +184,7 @@ def _products(stack: ExitStack, engine: Engine, measured: Measurement) -> Callab
 _RIVALS = {"transformers": _transformers, "products": _products}
 
 
-def _told(live: Live, name: str, run: Callable) -> Callable:
+def _told(live: Live | Silent, name: str, run: Callable) -> Callable:
     def told() -> object:
         live.update(f"bench: {name} runs")
         return run()
