@@ -1,0 +1,143 @@
+"""Gates: what decides whether an engine is right. They know nothing of who wrote it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from metainfer_lab.engine import Engine, EngineDied, EngineError
+from metainfer_lab.errors import InputError
+from metainfer_lab.gates.alone import alone
+from metainfer_lab.gates.batching import batching
+from metainfer_lab.gates.decode import decode
+from metainfer_lab.gates.limits import limits
+from metainfer_lab.gates.logits import logits
+from metainfer_lab.gates.speed import speed
+from metainfer_lab.gates.trial import Trial
+from metainfer_lab.gates.verdict import Failure, Findings, GateVerdict, NotJudged, Verdict
+from metainfer_lab.gates.weights import weights
+from metainfer_lab.paths import tree_hash
+from metainfer_lab.sandbox import Sandbox
+from metainfer_lab.spec import Spec
+
+__all__ = ["GATES", "Failure", "Gate", "GateVerdict", "NotJudged", "Trial", "Verdict", "verify"]
+
+
+OWN_FILES = Path(__file__).parent
+
+
+class Gate(NamedTuple):
+    """version: raised when what the gate or the checkpoint maker asks changes, and only then."""
+
+    version: int
+    asks: str
+    run: Callable[[Trial], None]
+
+
+GATES: dict[str, Gate] = {
+    "alone": Gate(1, "imports, size, no forbidden module loaded at run time", alone),
+    "weights": Gate(1, "each tensor matters; bad checkpoints are refused by name", weights),
+    "logits": Gate(1, "score against the oracle: relative L2, KL, likeliest token", logits),
+    "decode": Gate(1, "submit and step, scored by the oracle on the engine's own text", decode),
+    "batching": Gate(1, "an answer does not depend on neighbours, arrivals, cancels", batching),
+    "limits": Gate(1, "edges of the context; bad arguments are refused by name", limits),
+    "speed": Gate(1, "the goals, beside what they compare with; some timed tokens checked", speed),
+}
+
+
+def verify(
+    engine: Engine | Spec | Path | str,
+    *,
+    spec: Spec | None = None,
+    gates: Sequence[str] | None = None,
+    on_gate: Callable[[GateVerdict], None] | None = None,
+    seed: int | None = None,
+    sandbox: Sandbox = "auto",
+) -> Verdict:
+    """Run gates (all when None) on an engine, a spec's engine or an engine folder.
+
+    seed: only to repeat a verdict; without it every input is drawn from the system's randomness.
+    The engine's own faults become failures; InputError is for what the caller got wrong.
+    """
+    folder, spec = _target(engine, spec)
+    chosen = _chosen(gates)
+
+    before, tree = tree_hash(OWN_FILES), tree_hash(folder)
+    seed = random.SystemRandom().getrandbits(64) if seed is None else seed
+    verdicts: list[GateVerdict] = []
+    with tempfile.TemporaryDirectory(prefix="metainfer-gates-") as work:
+        trial = Trial(folder, spec, _device(spec), sandbox, Path(work).resolve())
+        try:
+            for name in chosen:
+                trial.rng = np.random.default_rng([seed, list(GATES).index(name)])
+                verdicts.append(_judged(name, trial, (before, tree)))
+                if on_gate is not None:
+                    on_gate(verdicts[-1])
+        finally:
+            trial.end()
+    return Verdict(
+        engine=folder.name,
+        tree=tree,
+        spec=spec.id,
+        device=trial.device,
+        sandbox=trial.level,
+        checkpoint=spec.checkpoint.source,
+        gates=verdicts,
+        passed=all(verdict.status != "fail" for verdict in verdicts),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=_versions(),
+    )
+
+
+def _judged(name: str, trial: Trial, hashes: tuple[str, str]) -> GateVerdict:
+    """One gate's verdict; what the engine raises or dies of is a failure of the engine."""
+    started = time.perf_counter()
+    trial.findings = Findings()
+    not_judged = ""
+    try:
+        GATES[name].run(trial)
+    except NotJudged as reason:
+        not_judged = str(reason)
+    except EngineError as error:
+        place = error.trace.strip().splitlines()[-2:-1]
+        trial.findings.fail("the engine raised", f"{error} {' '.join(place).strip()}".strip())
+    except EngineDied as error:
+        trial.findings.fail("the engine's process", str(error))
+    if (tree_hash(OWN_FILES), tree_hash(trial.folder)) != hashes:
+        trial.findings.fail("files", "gate files or the engine's files changed while it ran")
+    seconds = time.perf_counter() - started
+    return trial.findings.verdict(name, GATES[name].version, seconds, not_judged)
+
+
+def _target(engine: Engine | Spec | Path | str, spec: Spec | None) -> tuple[Path, Spec]:
+    if not isinstance(engine, Engine):
+        if spec is not None and isinstance(engine, str | Path) and Path(engine).is_dir():
+            return Path(engine).resolve(), spec  # its engine.json is a gate's business
+        engine = Engine.open(engine, spec)
+    return engine.folder, spec or engine.spec
+
+
+def _chosen(gates: Sequence[str] | None) -> list[str]:
+    unknown = sorted(set(gates or ()) - set(GATES))
+    if unknown:
+        raise InputError(f"gates: {', '.join(unknown)} unknown; known are {', '.join(GATES)}")
+    return [name for name in GATES if gates is None or name in gates]
+
+
+def _device(spec: Spec) -> str:
+    """The spec's own device where this machine has it; else the CPU and the naive operators."""
+    return "cuda" if spec.hardware != "cpu" and Path("/dev/nvidia0").exists() else "cpu"
+
+
+def _versions() -> dict[str, str]:
+    names = ("torch", "transformers", "numpy", "safetensors")
+    return {"python": platform.python_version()} | {n: importlib.metadata.version(n) for n in names}

@@ -1,0 +1,202 @@
+"""batching: a request's answer does not depend on its neighbours, their arrival or their end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from metainfer_lab.checkpoints import variants
+from metainfer_lab.engine import EngineProcess, StepResult
+from metainfer_lab.gates.compare import judge_text, text_of
+from metainfer_lab.gates.trial import Trial, max_context
+from metainfer_lab.model import ModelDims
+
+REQUESTS = 12
+MAX_BATCH = 4
+
+
+@dataclass(frozen=True)
+class Event:
+    """Before a step: submit request number `request`, or cancel it."""
+
+    step: int
+    request: int
+    cancel: bool = False
+
+
+@dataclass
+class Played:
+    """What a schedule gave: ids by request number, all results, results after a cancel, stats."""
+
+    ids: dict[int, int]
+    results: list[StepResult]
+    late: list[StepResult]
+    stats: dict[str, Any]
+
+    def answer(self, request: int) -> list[StepResult]:
+        return text_of(self.results, self.ids[request])
+
+
+def batching(trial: Trial) -> None:
+    """A random schedule twice and each request alone; then neighbours made of NaN."""
+    checkpoint = trial.tiny(num_hidden_layers=2)
+    prompts, params = _draw(trial, checkpoint)
+    events = _schedule(trial)
+    settings = {"max_context": max_context(checkpoint), "max_batch": MAX_BATCH}
+    with trial.candidate(checkpoint, **settings) as engine:
+        first = _play(engine, prompts, params, events)
+        alone = {i: _alone(engine, prompts[i], params[i]) for i in range(REQUESTS)}
+        engine.load(checkpoint)
+        second = _play(engine, prompts, params, events)
+    cancelled = {event.request for event in events if event.cancel}
+    _accounts(trial, first, cancelled, params)
+    trial.findings.case()
+    if first.results != second.results:
+        trial.findings.fail("the same calls twice", _difference(first.results, second.results))
+    if trial.tolerance().exact_text:
+        _same_alone(trial, first, alone, cancelled)
+    oracle = trial.oracle(checkpoint)
+    for i in range(REQUESTS):
+        if i in cancelled and not first.answer(i):
+            continue
+        judge_text(
+            trial.findings,
+            f"request {i} of {REQUESTS} in a batch of {MAX_BATCH}",
+            prompts[i],
+            params[i],
+            first.answer(i),
+            oracle,
+            trial.tolerance(),
+        )
+    _hostile(trial)
+
+
+def _draw(trial: Trial, checkpoint: Path) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    rng, vocab = trial.rng, ModelDims.from_config(checkpoint).vocab_size
+    prompts = [
+        trial.prompt(int(rng.choice([1, 3, 17, 40, 90, 150])), vocab) for _ in range(REQUESTS)
+    ]
+    params = []
+    for i in range(REQUESTS):
+        drawn: dict[str, Any] = {"max_new_tokens": int(rng.integers(4, 30)), "ignore_eos": True}
+        if i % 2:
+            drawn |= {"temperature": 1.0, "seed": int(rng.integers(2**40))}
+        params.append(drawn)
+    params[0]["max_new_tokens"] = params[1]["max_new_tokens"] = 40  # there are always neighbours
+    return prompts, params
+
+
+def _schedule(trial: Trial) -> list[Event]:
+    """Arrivals before random steps, the first four together; three are cancelled later."""
+    rng = trial.rng
+    starts = [0] * MAX_BATCH + sorted(rng.integers(0, 25, REQUESTS - MAX_BATCH).tolist())
+    events = [Event(step, i) for i, step in enumerate(starts)]
+    for i, wait in zip(rng.choice(range(2, REQUESTS), 3, replace=False), (0, 2, 5), strict=True):
+        events.append(Event(starts[i] + wait, int(i), cancel=True))
+    return sorted(events, key=lambda event: (event.step, event.cancel))
+
+
+def _play(
+    engine: EngineProcess,
+    prompts: list[list[int]],
+    params: list[dict[str, Any]],
+    events: list[Event],
+) -> Played:
+    ids: dict[int, int] = {}
+    gone: set[int] = set()
+    results: list[StepResult] = []
+    late: list[StepResult] = []
+    finished: set[int] = set()
+    for step in range(events[-1].step + 1):
+        for event in (e for e in events if e.step == step):
+            if not event.cancel:
+                ids[event.request] = engine.submit(prompts[event.request], params[event.request])
+            elif ids[event.request] not in finished:
+                engine.cancel(ids[event.request])
+                gone.add(ids[event.request])
+        new = engine.step()
+        late += [result for result in new if result.request in gone]
+        results += new
+        finished |= {result.request for result in new if result.finish_reason}
+    new = engine.finish()
+    late += [result for result in new if result.request in gone]
+    return Played(ids, results + new, late, engine.stats())
+
+
+def _alone(engine: EngineProcess, prompt: list[int], params: dict[str, Any]) -> list[StepResult]:
+    identity = engine.submit(prompt, params)
+    return text_of(engine.finish(), identity)
+
+
+def _accounts(
+    trial: Trial, played: Played, cancelled: set[int], params: list[dict[str, Any]]
+) -> None:
+    """Nothing lost, nothing twice, nothing after a cancel; everything given back."""
+    findings = trial.findings
+    findings.case()
+    if len(set(played.ids.values())) != REQUESTS:
+        findings.fail("request ids", f"{REQUESTS} requests got the ids {played.ids}")
+    strangers = {result.request for result in played.results} - set(played.ids.values())
+    if strangers:
+        findings.fail("results", f"came for requests {strangers} that nobody submitted")
+    if played.late:
+        findings.fail("cancel", f"{played.late[0]} came after its request was cancelled")
+    for i in set(range(REQUESTS)) - cancelled:
+        wanted, got = params[i]["max_new_tokens"], len(played.answer(i))
+        if wanted != got:
+            findings.fail(f"request {i}", f"{got} tokens came, {wanted} were asked for")
+    for name in ("running", "waiting", "cache_bytes_used"):
+        if played.stats.get(name) != 0:
+            findings.fail("stats", f"{name} is {played.stats.get(name)} when nothing is left")
+    if not 2 <= played.stats.get("largest_batch", 0) <= MAX_BATCH:
+        seen = played.stats.get("largest_batch")
+        findings.fail("stats", f"largest_batch is {seen} with four requests at once, of 4 allowed")
+
+
+def _same_alone(
+    trial: Trial, played: Played, alone: dict[int, list[StepResult]], cancelled: set[int]
+) -> None:
+    for i in set(range(REQUESTS)) - cancelled:
+        trial.findings.case()
+        together = [result.token for result in played.answer(i)]
+        by_itself = [result.token for result in alone[i]]
+        if together != by_itself:
+            at = next(
+                (k for k, (a, b) in enumerate(zip(together, by_itself, strict=False)) if a != b), 0
+            )
+            trial.findings.fail(
+                f"request {i}", "other tokens in company than alone (same seed)", position=at
+            )
+
+
+def _difference(first: list[StepResult], second: list[StepResult]) -> str:
+    pairs = [(a, b) for a, b in zip(first, second, strict=False) if a != b]
+    return f"gave {pairs[0][0]} and then {pairs[0][1]}" if pairs else "gave more results once"
+
+
+def _hostile(trial: Trial) -> None:
+    """One row of the embedding is NaN; whoever reads it poisons itself and nobody else."""
+    sound = trial.tiny(num_hidden_layers=2, tie_word_embeddings=False)
+    vocab = ModelDims.from_config(sound).vocab_size
+    poison = int(trial.rng.integers(2, vocab))
+
+    def edit(tensors: variants.Tensors) -> None:
+        tensors["model.embed_tokens.weight"][poison] = float("nan")
+
+    poisoned = variants.edited(sound, trial.new_folder(), edit)
+    victims = [[t for t in trial.prompt(60, vocab) if t != poison] for _ in range(4)]
+    params = {"max_new_tokens": 12, "ignore_eos": True, "logit_bias": {poison: -1e9}}
+    hostile = {"max_new_tokens": 9, "ignore_eos": True}
+    settings = {"max_context": max_context(sound, 128), "max_batch": 3}
+    with trial.candidate(poisoned, **settings) as engine:
+        ids = []
+        for victim in victims:  # neighbours before, beside and, in the reused slot, after
+            engine.submit([poison] * 70, hostile)
+            ids.append(engine.submit(victim, params))
+        results = engine.finish()
+    oracle = trial.oracle(sound)
+    for i, victim in enumerate(victims):
+        answer = text_of(results, ids[i])
+        case = f"victim {i} beside neighbours that compute NaN"
+        judge_text(trial.findings, case, victim, params, answer, oracle, trial.tolerance())

@@ -1,0 +1,65 @@
+"""logits: `score` against the oracle, on tiny checkpoints and on the spec's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from metainfer_lab.gates.compare import compare_logits
+from metainfer_lab.gates.localise import first_departure
+from metainfer_lab.gates.texts import excerpts
+from metainfer_lab.gates.trial import Trial, max_context
+from metainfer_lab.model import ModelDims
+
+
+def logits(trial: Trial) -> None:
+    """One layer, several layers, as many key heads as queries; then the real weights."""
+    for name, fixed in (
+        ("one layer", {"num_hidden_layers": 1}),
+        ("three layers", {"num_hidden_layers": 3}),
+        ("untied head", {"tie_word_embeddings": False}),
+        ("tied head", {"tie_word_embeddings": True, "num_hidden_layers": 2}),
+    ):
+        _tiny(trial, name, trial.tiny(**fixed))
+    if checkpoint := trial.real():
+        _real(trial, checkpoint)
+
+
+def _tiny(trial: Trial, name: str, checkpoint: Path) -> None:
+    vocab = ModelDims.from_config(checkpoint).vocab_size
+    context = max_context(checkpoint)
+    lengths = [1, int(trial.rng.integers(2, 70)), context]
+    prompts = [trial.prompt(length, vocab) for length in lengths]
+    asked = [trial.rng.permutation(length).tolist() for length in lengths]
+    asked[-1] += asked[-1][:5]  # any order, and repeats
+    with trial.candidate(checkpoint, max_context=context) as engine:
+        got = [engine.score(*case) for case in zip(prompts, asked, strict=True)]
+    oracle = trial.oracle(checkpoint)
+    want = [oracle.logits(*case) for case in zip(prompts, asked, strict=True)]
+    found: list[str | None] = []  # the search is made once for a checkpoint
+
+    def departure() -> str | None:
+        if not found:
+            found.append(first_departure(trial, checkpoint, prompts[1]))
+        return found[0]
+
+    for i, prompt in enumerate(prompts):
+        case = f"tiny, {name}, prompt of {len(prompt)}"
+        compare_logits(
+            trial.findings, case, got[i], want[i], asked[i], trial.tolerance(), departure
+        )
+
+
+def _real(trial: Trial, checkpoint: Path) -> None:
+    """Excerpts of text and random ids through the spec's own weights, 48 positions of each."""
+    vocab = ModelDims.from_config(checkpoint).vocab_size
+    prompts = [*excerpts(checkpoint, trial.rng, 3, 160), trial.prompt(160, vocab)]
+    asked = [np.sort(trial.rng.choice(len(p), 48, replace=False)).tolist() for p in prompts]
+    with trial.candidate(checkpoint, max_context=512) as engine:
+        got = [engine.score(*case) for case in zip(prompts, asked, strict=True)]
+    oracle = trial.oracle(checkpoint)
+    for i, prompt in enumerate(prompts):
+        case = f"{trial.spec.model}, {'random ids' if i == 3 else 'text'}, prompt {i}"
+        want = oracle.logits(prompt, asked[i])
+        compare_logits(trial.findings, case, got[i], want, asked[i], trial.tolerance("full"))

@@ -1,0 +1,140 @@
+"""What a gate has in hand: the engine, fresh checkpoints, the candidate and the oracle in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from metainfer_lab import checkpoints
+from metainfer_lab.checkpoints.tiny import draw_dims, tiny_checkpoint
+from metainfer_lab.engine import EngineError, EngineManifest, EngineProcess
+from metainfer_lab.errors import InputError
+from metainfer_lab.gates.tolerances import Depth, Tolerance, tolerance
+from metainfer_lab.gates.verdict import Findings
+from metainfer_lab.model import ModelDims
+from metainfer_lab.oracle import Oracle
+from metainfer_lab.sandbox import Sandbox
+from metainfer_lab.spec import Spec
+
+
+@dataclass
+class Trial:
+    """One verification of one engine. Each gate gets its own `rng` and `findings`.
+
+    The oracle answers only while no candidate lives: what is right comes into being after the
+    candidate's outputs are in the parent's hands.
+    """
+
+    folder: Path
+    spec: Spec
+    device: str
+    sandbox: Sandbox
+    work: Path
+    rng: np.random.Generator = field(default_factory=np.random.default_rng)
+    findings: Findings = field(default_factory=Findings)
+    level: str = "none"
+    _living: int = 0
+    _oracle: Oracle | None = None
+    _made: int = 0
+
+    @cached_property
+    def manifest(self) -> EngineManifest:
+        try:
+            return EngineManifest.read(self.folder)
+        except InputError as error:  # of the engine's making, so the engine's failure
+            raise EngineError("engine.json", str(error)) from None
+
+    @cached_property
+    def dims(self) -> ModelDims:
+        return ModelDims.load(self.spec.model)
+
+    def tolerance(self, depth: Depth = "tiny") -> Tolerance:
+        """The tolerances of the spec's number formats. Naive operators compute in float32."""
+        activations = self.spec.precision.activations
+        naive = self.device == "cpu" and activations == "bf16"
+        return tolerance("fp32" if naive else activations, depth)
+
+    def tiny(self, *, shards: int = 1, **fixed: Any) -> Path:
+        """A fresh tiny checkpoint of the spec's family, dims drawn within the engine's granules."""
+        dims = draw_dims(self.rng, self.dims, self.manifest.granules, **fixed)
+        seed = int(self.rng.integers(2**62))
+        return tiny_checkpoint(self.dims.family, seed, self.new_folder(), shards=shards, **dims)
+
+    def real(self) -> Path | None:
+        """The spec's own checkpoint, where its weights can be had without a model hub."""
+        source = self.spec.checkpoint.source
+        here = source in checkpoints.KNOWN or Path(source).expanduser().is_dir()
+        return checkpoints.fetch(self.spec) if here else None
+
+    def new_folder(self) -> Path:
+        """A path below the work folder that does not exist yet."""
+        self._made += 1
+        return self.work / f"{self._made:03d}"
+
+    def prompt(self, length: int, vocab_size: int) -> list[int]:
+        """Token ids drawn on the spot."""
+        return self.rng.integers(0, vocab_size, length).tolist()
+
+    @contextmanager
+    def candidate(
+        self, checkpoint: Path | None, *, folder: Path | None = None, **settings: Any
+    ) -> Iterator[EngineProcess]:
+        """The engine in its own process; every checkpoint made so far is readable there.
+
+        folder: a copy of the engine to run in place of it.
+        """
+        process = EngineProcess(
+            folder or self.folder,
+            checkpoint,
+            device=self.device,
+            sandbox=self.sandbox,
+            readable=[self.work],
+            **settings,
+        )
+        self.level = process.level
+        self._living += 1
+        try:
+            with process:
+                yield process
+        finally:
+            self._living -= 1
+
+    def oracle(self, checkpoint: Path) -> Oracle:
+        """The oracle, turned to a checkpoint, or to its exactly dequantised form."""
+        assert not self._living, "the oracle speaks after the candidate has ended"
+        if self._oracle is None:
+            self._oracle = Oracle().__enter__()
+        self._oracle.use(self._as_computed(checkpoint))
+        return self._oracle
+
+    def end(self) -> None:
+        """End the oracle's process."""
+        oracle, self._oracle = self._oracle, None
+        if oracle is not None:
+            oracle.__exit__(None, None, None)
+
+    def _as_computed(self, checkpoint: Path) -> Path:
+        if self.spec.precision.weights != "int8":
+            return checkpoint
+        from metainfer_lab.checkpoints.int8 import dequantised_checkpoint
+
+        known: dict[Path, Path] = self.__dict__.setdefault("_dequantised", {})
+        if checkpoint not in known:
+            known[checkpoint] = dequantised_checkpoint(checkpoint, self.new_folder())
+        return known[checkpoint]
+
+
+def max_context(checkpoint: Path, limit: int = 256) -> int:
+    """A context that the model allows, no longer than a gate needs."""
+    return min(limit, ModelDims.from_config(checkpoint).max_position_embeddings)
+
+
+def describe(params: Mapping[str, Any]) -> str:
+    """Sampling parameters in one line, for a failure's detail."""
+    return ", ".join(f"{name}={value}" for name, value in params.items()) or "defaults"
