@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from types import ModuleType
 from typing import Any
 
 _HOMES = {
@@ -38,6 +39,20 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+class _Face(ModuleType):
+    """Keeps the submodules `plan`, `bench`, ... from taking the place of the functions so named.
+
+    Importing a submodule sets it as an attribute of its package; here the function is meant.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (_HOMES.get(name) == name and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Face
 
 
 if "IPython" in sys.modules:
