@@ -218,3 +218,47 @@ def _verdict_legend(axes: Axes) -> None:
         for label, colour, marker in VERDICTS.values()
     ]
     axes.legend(handles=marks, loc="lower left", ncols=2)
+
+
+SERIES = (BLACK, BLUE, SKY, GREEN, ORANGE, VERMILION, PURPLE, GREY)
+MARKERS = "osD^vPX*"
+
+
+def floors_by_batch(rows: pd.DataFrame) -> Figure:
+    """Floors of several specs over the batch: time per token on the left, throughput on the right.
+
+    rows: columns spec, batch, context (one for all), tpot_ms, tok_s, as `Plan.floors` gives them.
+    No engine is drawn: these are bounds, calculated at the planning rates of each machine.
+    """
+    from matplotlib.figure import Figure
+
+    contexts = sorted(rows["context"].unique())
+    if len(contexts) != 1:
+        raise InputError(f"figures: floors at one context to a figure, not {contexts}")
+    with style():
+        figure = Figure(figsize=(6.75, 3.2))
+        for axes, column, label in zip(
+            figure.subplots(1, 2),
+            ("tpot_ms", "tok_s"),
+            ("least ms per token of a stream", "most tok/s of all streams"),
+            strict=True,
+        ):
+            _floor_lines(axes, rows, column)
+            axes.set_xlabel("streams (batch)")
+            axes.set_ylabel(label)
+        names = rows["spec"].nunique()
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+        text = f"{names} specs, {contexts[0]:,} cached tokens a stream; calculated, nothing ran."
+        figure.supxlabel(text, fontsize=6, color="#404040")
+    return figure
+
+
+def _floor_lines(axes: Axes, rows: pd.DataFrame, column: str) -> None:
+    for place, (spec, group) in enumerate(rows.groupby("spec", sort=False)):
+        colour, marker = SERIES[place % len(SERIES)], MARKERS[place % len(MARKERS)]
+        axes.plot(group["batch"], group[column], color=colour, marker=marker, label=spec)
+    batches = sorted(rows["batch"].unique())
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.set_xticks(batches, [str(batch) for batch in batches])
