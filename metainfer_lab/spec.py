@@ -151,11 +151,19 @@ class Spec(Part):
 
     def to_yaml(self) -> str:
         """The spec as the YAML that `load` reads back to an equal spec."""
-        data = self.model_dump(mode="json", exclude_none=True)
+        data = _filled(self.model_dump(mode="json", exclude_none=True))
         return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
 
     def __str__(self) -> str:
         return self.to_yaml().rstrip()
+
+
+def _filled(data: dict[str, Any]) -> dict[str, Any]:
+    """The mapping without fields that are empty at any depth."""
+    inner = {
+        key: _filled(value) if isinstance(value, dict) else value for key, value in data.items()
+    }
+    return {key: value for key, value in inner.items() if value not in ({}, [])}
 
 
 def shipped() -> list[str]:

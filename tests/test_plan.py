@@ -200,3 +200,18 @@ def test_speculation_lifts_goals_per_token():
 
 def test_specs_of_one_folder_have_one_name_each():
     assert all(Spec.load(path).id == path.stem for path in SPECS.glob("*.yaml"))
+
+
+def test_the_figure_draws_each_spec_once_a_panel_and_only_one_context():
+    import pandas as pd
+
+    from metainfer_lab.figures import floors_by_batch
+
+    rows = pd.concat([plan(name).floors().assign(spec=name) for name in (Q8, Q36)])
+    figure = floors_by_batch(rows[rows.context == 1024])
+    for axes, column in zip(figure.axes, ("tpot_ms", "tok_s"), strict=True):
+        assert [line.get_label() for line in axes.lines] == [Q8, Q36]
+        expected = rows[(rows.context == 1024) & (rows.spec == Q36)][column]
+        assert list(axes.lines[1].get_ydata()) == list(expected)
+    with pytest.raises(InputError, match="one context"):
+        floors_by_batch(rows)

@@ -217,5 +217,6 @@ def _table(terms: list[Term]) -> pd.DataFrame:
     import pandas as pd
 
     table = pd.DataFrame([term.model_dump() for term in terms])
+    table["amount"] = table["amount"].round().astype("int64")
     table["seconds"] *= 1e6
     return table.rename(columns={"seconds": "us"})
