@@ -68,7 +68,7 @@ def generate(
     budget = Budget(turns=turns, attempts=attempts, wall_s=wall_s, tokens=tokens, usd=budget_usd)
     home = _home(spec, provider, run_id, fresh, model, effort, reviewer)
     with runs.locked(home):
-        loop = _loop(spec, home, budget, judge or real_judge(), on_event)
+        loop = _loop(spec, home, budget, judge or real_judge(spec), on_event)
         loop.client = _client(provider, loop, folder, connection)
         return _drive(loop, home)
 

@@ -42,14 +42,19 @@ def client(transport: httpx2.BaseTransport) -> anthropic.Anthropic:
 
 
 def stream_events(reply: dict[str, Any]) -> Iterator[Event]:
-    """A reply ({content, stop_reason, model}) as the events of the Messages API's stream."""
+    """A reply ({content, stop_reason, model, usage?}) as the events of the API's stream."""
+    usage = reply.get("usage", NO_USAGE)
     message = {"id": "msg_local", "type": "message", "role": "assistant", "model": reply["model"]}
-    empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": NO_USAGE}
+    empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     yield {"type": "message_start", "message": message | empty}
     for index, block in enumerate(reply["content"]):
         yield from _block_events(index, block)
     delta = {"stop_reason": reply["stop_reason"], "stop_sequence": None}
-    yield {"type": "message_delta", "delta": delta, "usage": {"output_tokens": 0}}
+    yield {
+        "type": "message_delta",
+        "delta": delta,
+        "usage": {"output_tokens": usage["output_tokens"]},
+    }
     yield {"type": "message_stop"}
 
 

@@ -165,7 +165,7 @@ def replay(
     wanted = names if chosen is None else list(chosen)
     if unknown := set(wanted) - set(names):
         raise InputError(f"phases: run {run.id} has no {min(unknown)!r}; it has {', '.join(names)}")
-    judge, say = judge or real_judge(), on_event or say_plainly
+    judge, say = judge or real_judge(spec), on_event or say_plainly
     report = Report(run=run.id, phases=wanted)
     with tempfile.TemporaryDirectory(prefix="replay-") as scratch:
         home = Path(scratch).resolve()

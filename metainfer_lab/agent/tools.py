@@ -16,7 +16,7 @@ from metainfer_lab.agent.transcript import Block, Judgement
 from metainfer_lab.errors import InputError
 from metainfer_lab.paths import write_atomic
 from metainfer_lab.skills import Skill
-from metainfer_lab.spec import explain
+from metainfer_lab.spec import Spec, explain
 
 if TYPE_CHECKING:
     from metainfer_lab.agent.phases import Phase
@@ -213,14 +213,14 @@ def apply_edit(engine: Path, name: str, given: Any) -> str:
     return edit(engine, TypeAdapter(Edit).validate_python(command))
 
 
-def real_judge() -> Judge:
-    """The gates themselves."""
+def real_judge(spec: Spec) -> Judge:
+    """The gates themselves, asked on behalf of a spec (an engine.json may be wrong or missing)."""
     from metainfer_lab.gates import GATES, verify
 
-    return Judge(
-        tuple(GATES),
-        lambda folder, gates, on_gate: verify(folder, gates=list(gates), on_gate=on_gate),
-    )
+    def run(folder: Path, gates: Sequence[str], on_gate: Callable[[GateVerdict], None]) -> Verdict:
+        return verify(folder, spec=spec, gates=gates, on_gate=on_gate)
+
+    return Judge(tuple(GATES), run)
 
 
 def measured(folder: Path) -> str:

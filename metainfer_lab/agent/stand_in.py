@@ -1,0 +1,117 @@
+"""A local server that speaks the Messages API: scripted replies, streamed, failures included.
+
+It stands in for the API where there is none: the wire tests, and a notebook without a key.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from metainfer_lab.agent.providers import stream_events
+
+USAGE = {"input_tokens": 1000, "output_tokens": 200}
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Answer with an HTTP error: status, error type, headers such as retry-after."""
+
+    status: int
+    kind: str
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Send the first `events` events of a reply, then close the connection."""
+
+    reply: dict[str, Any]
+    events: int = 3
+
+
+Answer = dict[str, Any] | Refuse | Drop
+Script = Sequence[Answer] | Callable[[dict[str, Any]], Answer]
+
+
+@dataclass
+class StandIn:
+    """The running server: its address, and every request's path, headers and body."""
+
+    url: str
+    requests: list[tuple[str, dict[str, str], dict[str, Any]]] = field(default_factory=list)
+
+    @property
+    def asked(self) -> list[dict[str, Any]]:
+        """Bodies of the calls for a message, in order."""
+        return [body for path, _, body in self.requests if path == "/v1/messages"]
+
+
+@contextmanager
+def stand_in(script: Script) -> Iterator[StandIn]:
+    """Serve a script: a sequence, one answer a call, or a function of the request's body."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server.daemon_threads = True
+    known = StandIn(f"http://127.0.0.1:{server.server_address[1]}")
+    server.known, server.script = known, script  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield known
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        known: StandIn = self.server.known  # type: ignore[attr-defined]
+        path = self.path.partition("?")[0]
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        known.requests.append((path, headers, body))
+        if path.endswith("count_tokens"):
+            self._json(200, {"input_tokens": len(json.dumps(body)) // 4})
+            return
+        script = self.server.script  # type: ignore[attr-defined]
+        answer = script(body) if callable(script) else script[len(known.asked) - 1]
+        match answer:
+            case Refuse(status, kind, headers):
+                error = {"type": kind, "message": f"{kind} of the stand-in"}
+                self._json(status, {"type": "error", "error": error}, headers)
+            case Drop(reply, events):
+                self._stream(reply, body, events)
+                self.close_connection = True
+            case _:
+                self._stream(answer, body)
+
+    def _stream(self, reply: dict[str, Any], body: dict[str, Any], most: int | None = None) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        # a length that is never reached makes a dropped stream a broken one, not a short one
+        events = list(stream_events({"model": body["model"], "usage": USAGE, **reply}))
+        texts = [f"event: {e['type']}\ndata: {json.dumps(e)}\n\n".encode() for e in events]
+        self.send_header("content-length", str(sum(map(len, texts))))
+        self.end_headers()
+        for text in texts[:most]:
+            self.wfile.write(text)
+
+    def _json(
+        self, status: int, data: dict[str, Any], headers: dict[str, str] | None = None
+    ) -> None:
+        blob = json.dumps(data).encode()
+        self.send_response(status)
+        for name, value in {"content-type": "application/json", **(headers or {})}.items():
+            self.send_header(name, value)
+        self.send_header("content-length", str(len(blob)))
+        self.end_headers()
+        self.wfile.write(blob)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing on the console."""
