@@ -82,6 +82,10 @@ class Oracle:
         asked = {"tokens": [int(t) for t in tokens], "positions": [int(p) for p in positions]}
         return self._call(op="logits", **asked)["logits"]
 
+    def input_amax(self, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
+        """Module -> largest |input| of each linear module, experts apart, over some prompts."""
+        return self._call(op="input_amax", prompts=[list(map(int, p)) for p in prompts])["amax"]
+
     def _call(self, **message: Any) -> dict[str, Any]:
         try:
             wire.send(self._commands, message)
@@ -103,8 +107,12 @@ class Service:
         import torch
         from transformers import AutoModelForCausalLM
 
+        # The eager experts are the only ones that compute in float64; dense models ignore them.
         self.model = AutoModelForCausalLM.from_pretrained(
-            checkpoint, dtype=getattr(torch, dtype), attn_implementation="eager"
+            checkpoint,
+            dtype=getattr(torch, dtype),
+            attn_implementation="eager",
+            experts_implementation="eager",
         )
         self.model.eval().model.rotary_emb.forward = exact_rotary(self.model.config)
         return {}
@@ -118,19 +126,68 @@ class Service:
             rows = self.model.lm_head(output.last_hidden_state[0, positions])
         return {"logits": rows.numpy()}
 
+    def input_amax(self, prompts: list[list[int]]) -> dict[str, Any]:
+        """Forward passes with a look at what enters each linear module."""
+        import torch
+
+        amax: dict[str, float] = {}
+
+        def see(module: str, x: torch.Tensor) -> None:
+            amax[module] = max(amax.get(module, 0.0), x.abs().max().item() if x.numel() else 0.0)
+
+        hooks = [
+            module.register_forward_pre_hook(input_hook(name, module, see))
+            for name, module in self.model.named_modules()
+            if isinstance(module, torch.nn.Linear) or hasattr(module, "gate_up_proj")
+        ]
+        for prompt in prompts:
+            self.logits(prompt, [0])
+        for hook in hooks:
+            hook.remove()
+        return {"amax": amax}
+
+
+def input_hook(name: str, module: Any, see: Any) -> Any:
+    """A forward pre-hook that shows `see` the inputs of a linear module or of fused experts.
+
+    An expert that no token chose is shown the inputs of all tokens.
+    """
+
+    def linear(_: Any, args: tuple[Any, ...]) -> None:
+        see(name, args[0])
+
+    def experts(_: Any, args: tuple[Any, ...]) -> None:
+        hidden, chosen = args[0], args[1]
+        for expert in range(module.num_experts):
+            routed = hidden[(chosen == expert).any(dim=-1)]
+            rows = routed if len(routed) else hidden
+            gate, up = (rows @ module.gate_up_proj[expert].T).chunk(2, dim=-1)
+            for projection in ("gate_proj", "up_proj"):
+                see(f"{name}.{expert}.{projection}", rows)
+            see(f"{name}.{expert}.down_proj", module.act_fn(gate) * up)
+
+    return experts if hasattr(module, "gate_up_proj") else linear
+
 
 def exact_rotary(config: Any) -> Any:
-    """cos and sin [1, T, D] of position · theta^(-2i/D), angles in float64 whatever the model's."""
+    """cos and sin [1, T, D] of position · theta^(-2i/D), angles in float64 whatever the model's.
+
+    D: the leading dimensions of a head that rotate; multimodal positions are [axes, 1, T].
+    """
     import torch
 
     rope = config.rope_parameters
-    if rope["rope_type"] != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if rope["rope_type"] != "default":
         raise ValueError(f"rope_parameters {rope}: only plain RoPE is known here")
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     frequencies = rope["rope_theta"] ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
     def forward(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = position_ids[..., None].double() * frequencies
+        positions = (
+            position_ids[0] if position_ids.ndim == 3 else position_ids
+        )  # of text: all alike
+        angles = positions[..., None].double() * frequencies
         both = torch.cat([angles, angles], dim=-1)
         return both.cos().to(x.dtype), both.sin().to(x.dtype)
 

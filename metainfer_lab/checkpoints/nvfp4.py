@@ -1,8 +1,8 @@
 """NVFP4 in ModelOpt's form: 4-bit codes, one E4M3 scale for 16 of them, one fp32 scale a tensor.
 
-A code is sign << 3 | index of a magnitude in E2M1; two share a byte along K, the even one in the low
-nibble. The value is e2m1 · block_scale · global_scale. The product of the first two has at most six
-significand bits, so bf16 holds it exactly, and float64 holds the whole value exactly.
+A code is sign << 3 | index of a magnitude in E2M1; two share a byte along K, the even one in the
+low nibble. The value is e2m1 · block_scale · global_scale. The product of the first two has at most
+six significand bits, so bf16 holds it exactly, and float64 holds the whole value exactly.
 """
 
 from __future__ import annotations

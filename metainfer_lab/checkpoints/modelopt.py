@@ -1,0 +1,198 @@
+"""ModelOpt's mixed-precision layout, as NVIDIA publishes Qwen3.6-35B-A3B in it.
+
+Routed experts, shared experts and the head are W4A16 NVFP4; projections of attention and of Gated
+DeltaNet are per-tensor FP8; the rest stays bf16. Experts are stored one by one, and each quantised
+module has its scales beside its weight (`metainfer_lab.model.layout` lists the names).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from metainfer_lab.checkpoints import fp8, nvfp4
+from metainfer_lab.checkpoints.tiny import write_tensors
+from metainfer_lab.checkpoints.variants import read_tensors
+from metainfer_lab.model import ModelDims
+from metainfer_lab.model.layout import SCHEMES
+from metainfer_lab.model.tensors import Tensor as Parameter
+from metainfer_lab.model.tensors import inventory, text_prefix
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "fp8": {"quant_algo": "FP8"},
+    "nvfp4": {"quant_algo": "W4A16_NVFP4", "group_size": nvfp4.BLOCK},
+}
+LARGEST_SHIFT = 14  # of a global scale, in powers of two, at which block scales reach 2^-9
+
+
+def quantised_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with the `quantization_config` of the mix."""
+    layers = {
+        module: ALGORITHMS[form]
+        for module, form in mixed_layers(ModelDims.from_config(dict(config))).items()
+    }
+    quantisation = {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": layers,
+    }
+    made = json.loads(json.dumps(config))
+    made.get("text_config", made)["dtype"] = "bfloat16"
+    return made | {"quantization_config": quantisation}
+
+
+def mixed_layers(dims: ModelDims) -> dict[str, str]:
+    """Module -> format of the mix; the experts of a layer are one module."""
+    return {
+        module_of(parameter): SCHEMES["nvfp4-mix"][parameter.role]
+        for parameter in inventory(dims)
+        if parameter.role in SCHEMES["nvfp4-mix"]
+    }
+
+
+def hf_quant_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """hf_quant_config.json: the same map, the kv cache's format, and who made it."""
+    given = config["quantization_config"]
+    quantisation = {"kv_cache_quant_algo": None, "exclude_modules": ["mtp*", "model.visual*"]}
+    quantisation |= {key: given[key] for key in ("quant_algo", "quantized_layers")}
+    return {"producer": {"name": "metainfer_lab", "version": "1"}, "quantization": quantisation}
+
+
+def module_of(parameter: Parameter) -> str:
+    """The module that a quantisation map names."""
+    if parameter.role == "routed_experts":
+        return parameter.name.rpartition(".")[0]
+    return parameter.name.removesuffix(".weight")
+
+
+def matrices(dims: ModelDims) -> Iterator[tuple[str, str, Parameter, slice | None, int | None]]:
+    """(module on disk, format, parameter, rows, expert) of each matrix that the mix quantises."""
+    layers = mixed_layers(dims)
+    for parameter in inventory(dims):
+        form = layers.get(module_of(parameter))
+        if form is None:
+            continue
+        if parameter.role != "routed_experts":
+            yield module_of(parameter), form, parameter, None, None
+            continue
+        for expert in range(parameter.shape[0]):
+            for projection, rows in expert_rows(parameter).items():
+                module = f"{module_of(parameter)}.{expert}.{projection}"
+                yield module, form, parameter, rows, expert
+
+
+def expert_rows(parameter: Parameter) -> dict[str, slice]:
+    """Projection -> its rows in the fused [experts, rows, in]; gate comes before up."""
+    rows = parameter.shape[1]
+    if parameter.name.endswith("down_proj"):
+        return {"down_proj": slice(0, rows)}
+    return {"gate_proj": slice(0, rows // 2), "up_proj": slice(rows // 2, rows)}
+
+
+def quantise(
+    tensors: Mapping[str, torch.Tensor],
+    dims: ModelDims,
+    amax: Mapping[str, float],
+    rng: np.random.Generator,
+) -> dict[str, torch.Tensor]:
+    """Tensors of the mixed layout from those of the plain one (experts fused).
+
+    amax: module (named as in the text model alone) -> largest |input|. A third of the NVFP4 global
+    scales are larger than amax / (6 · 448) by some power of two, so that block scales take E4M3's
+    whole range, down to 2^-9.
+    """
+    made = dict(tensors)
+    for module, form, parameter, rows, expert in matrices(dims):
+        made.pop(parameter.name, None)
+        weight = tensors[parameter.name]
+        weight = weight if expert is None else weight[expert, rows]
+        bound = amax[module.replace(text_prefix(dims), "model.", 1)]
+        shift = int(rng.integers(1, LARGEST_SHIFT + 1)) if rng.random() < 1 / 3 else 0
+        made |= {f"{module}.{k}": v for k, v in stored(weight, form, bound, shift).items()}
+    return made
+
+
+def stored(weight: torch.Tensor, form: str, amax: float, shift: int = 0) -> dict[str, torch.Tensor]:
+    """A quantised weight's tensors on disk, by what follows the module's name."""
+    import torch
+
+    if form == "fp8":
+        made = fp8.quantise(weight)
+        scale = torch.tensor(amax / nvfp4.E4M3_MAX)
+        return {"weight": made.codes, "weight_scale": made.scale, "input_scale": scale}
+    made4 = nvfp4.quantise(weight, nvfp4.default_global_scale(weight) * 2.0**shift)
+    return {
+        "weight": made4.codes,
+        "weight_scale": made4.block_scale,
+        "weight_scale_2": made4.global_scale,
+        "input_scale": torch.tensor(amax / (nvfp4.E2M1_MAX * nvfp4.E4M3_MAX)),
+    }
+
+
+def dequantise(
+    tensors: Mapping[str, torch.Tensor], dims: ModelDims, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of the plain layout, experts fused; exact when dtype is float64.
+
+    Tensors that the mix leaves alone keep their dtype. Reads only what a tensor needs, so `tensors`
+    may be a mapping that opens files.
+    """
+    import torch
+
+    layers = mixed_layers(dims)
+    for parameter in inventory(dims):
+        form = layers.get(module_of(parameter))
+        if form is None:
+            yield parameter.name, tensors[parameter.name]
+        elif parameter.role != "routed_experts":
+            yield parameter.name, value(tensors, module_of(parameter), form, dtype)
+        else:
+            experts = [
+                torch.cat(
+                    [
+                        value(tensors, f"{module_of(parameter)}.{expert}.{name}", form, dtype)
+                        for name in expert_rows(parameter)
+                    ]
+                )
+                for expert in range(parameter.shape[0])
+            ]
+            yield parameter.name, torch.stack(experts)
+
+
+def value(
+    tensors: Mapping[str, torch.Tensor], module: str, form: str, dtype: torch.dtype
+) -> torch.Tensor:
+    """The weight of one module."""
+    codes, scale = tensors[f"{module}.weight"], tensors[f"{module}.weight_scale"]
+    if form == "fp8":
+        return fp8.Fp8(codes, scale).dequantise(dtype)
+    return nvfp4.Nvfp4(codes, scale, tensors[f"{module}.weight_scale_2"]).dequantise(dtype)
+
+
+def dequantised_checkpoint(source: Path, folder: Path) -> Path:
+    """A plain float64 copy of a quantised checkpoint, of exactly the values it stands for.
+
+    This is what the oracle reads; vision and multi-token prediction are left out.
+    """
+    import torch
+
+    config = json.loads((source / "config.json").read_text())
+    del config["quantization_config"]
+    dims = ModelDims.from_config(config)
+    text = {
+        name: tensor.double()
+        for name, tensor in dequantise(read_tensors(source), dims, torch.float64)
+        if name.startswith((text_prefix(dims), "lm_head"))
+    }
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")
+    write_tensors(folder, text)
+    return folder
