@@ -58,12 +58,12 @@ TEMPLATES = (
     _Template(
         "model",
         "engine.json, the strict loader, and score(): the right logits for any size of the family",
-        ("alone", "weights", "logits"),
+        ("weights", "logits"),
     ),
     _Template(
         "decode",
-        "submit and step for one request at a time: KV cache, greedy decoding",
-        ("decode",),
+        "submit and step for one request at a time: KV cache, greedy and seeded decoding",
+        ("alone", "decode"),
     ),
     _Template("state", "recurrent state over thousands of steps", ("drift",), _recurrent),
     _Template(

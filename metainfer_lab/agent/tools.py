@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 EDITOR, REMOVE, SUBMIT = "str_replace_based_edit_tool", "remove_file", "submit_phase"
 BASH_SECONDS = 120
+NOT_JUDGED = "A gate could not judge here and now; this was no attempt. Submit again."
 # `import engine` must find the folder by that name, whatever its parent lets us see
 BASH_SETUP = """\
 export CHECKPOINT='{checkpoint}'
@@ -184,8 +185,15 @@ class Tools:
         name = f"{len(list(self.verdicts.glob('*.json'))):04d}.json"
         text = scrub(verdict.model_dump_json(indent=1), self.names)
         write_atomic(self.verdicts / name, text + "\n")
-        judgement = Judgement(gates=gates, passed=verdict.passed, submission=submission, file=name)
-        return Result(str(verdict), judgement=judgement)
+        unjudged = [gate for gate in verdict.gates if gate.status == "not_judged"]
+        judgement = Judgement(
+            gates=gates,
+            passed=verdict.passed,
+            submission=submission and not (verdict.passed and unjudged),
+            file=name,
+        )
+        remark = f"\n{NOT_JUDGED}" if submission and not judgement.submission else ""
+        return Result(f"{verdict}{remark}", judgement=judgement)
 
     def _say_gate(self, gate: GateVerdict) -> None:
         self.say("    " + str(gate).replace("\n", "\n    "))
