@@ -176,6 +176,46 @@ def test_modelopt_names_split_experts_and_pack_two_codes_a_byte():
     assert "model.language_model.layers.0.mlp.experts.gate_up_proj" not in tensors
 
 
+def nvidia_config() -> dict[str, Any]:
+    return json.loads((MODELS / "qwen3.6-35b-a3b-nvfp4" / "config.json").read_text())
+
+
+def test_the_map_may_stand_in_the_file_beside_the_config(tmp_path):
+    config = nvidia_config()
+    layers = config["quantization_config"].pop("quantized_layers")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"hf_quant_config\.json: no such file"):
+        ModelDims.from_config(tmp_path)
+    side = tmp_path / "hf_quant_config.json"
+    side.write_text(json.dumps({"quantization": {"quantized_layers": layers}}))
+    expected = ModelDims.from_config(nvidia_config())
+    assert ModelDims.from_config(tmp_path, name="model") == expected
+
+
+def test_both_spellings_of_the_maps_names_and_single_experts_are_understood():
+    config, algo = nvidia_config(), {"quant_algo": "W4A16_NVFP4"}
+    layers = config["quantization_config"]["quantized_layers"]
+    other = {
+        name.replace("model.language_model.", "language_model.model."): item
+        for name, item in layers.items()
+        if not name.endswith("layers.5.mlp.experts")
+    }
+    for expert in range(256):
+        other |= {
+            f"language_model.model.layers.5.mlp.experts.{expert}.{projection}": algo
+            for projection in ("gate_proj", "up_proj", "down_proj")
+        }
+    config["quantization_config"]["quantized_layers"] = other
+    assert ModelDims.from_config(config) == ModelDims.from_config(nvidia_config())
+
+
+def test_a_map_of_another_model_is_refused():
+    config = nvidia_config()
+    config["quantization_config"]["quantized_layers"]["model.layers.99.fc"] = {"quant_algo": "FP8"}
+    with pytest.raises(InputError, match=r"1 modules are not in the model, model\.layers\.99\.fc"):
+        ModelDims.from_config(config).tensors()
+
+
 @given(st.integers(1, 64), st.integers(1, 8))
 def test_bytes_of_a_format(rows, blocks):
     tensor = Tensor("w", (rows, 16 * blocks), "mlp")

@@ -10,6 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from metainfer_lab.errors import InputError
 from metainfer_lab.hub import read_json
+from metainfer_lab.model.quantisation import (
+    SIDE_FILE,
+    needs_side_file,
+    quantised_layers,
+    with_side_file,
+)
 from metainfer_lab.paths import MODELS
 
 Family = Literal["llama", "qwen3", "qwen3_5_moe"]
@@ -102,25 +108,23 @@ class ModelDims(Dims):
             return parse_config(source, name or "model")
         path = Path(source)
         path = path / "config.json" if path.is_dir() else path
-        try:
-            config = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise InputError(f"{path}: no such file; give a config.json or its folder") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise InputError(f"{path}: not JSON ({error}); fetch the file again") from None
-        if not isinstance(config, dict):
-            raise InputError(f"{path}: not a JSON object; give a model's config.json")
+        config = _read_object(path)
+        if needs_side_file(config):
+            config = with_side_file(config, _read_object(path.with_name(SIDE_FILE)))
         return parse_config(config, name or path.resolve().parent.name)
 
     @classmethod
     def load(cls, model: str) -> ModelDims:
-        """A shipped geometry by name, else a path, else a hub id (fetches config.json alone)."""
+        """A shipped geometry by name, else a path, else a hub id (fetches no weights)."""
         if "/" not in model and (MODELS / model / "config.json").is_file():
             return cls.from_config(MODELS / model, name=model)
         if Path(model).exists():
             return cls.from_config(model)
         if model.count("/") == 1 and not model.startswith((".", "/")):
-            return cls.from_config(read_json(model, "config.json"), name=model)
+            config = read_json(model, "config.json")
+            if needs_side_file(config):
+                config = with_side_file(config, read_json(model, SIDE_FILE))
+            return parse_config(config, model)
         shipped = ", ".join(sorted(path.parent.name for path in MODELS.glob("*/config.json")))
         raise InputError(f"model: {model!r} is no shipped geometry ({shipped}), path or hub id")
 
@@ -162,7 +166,6 @@ def parse_config(config: dict[str, Any], name: str) -> ModelDims:
     _refuse_variants(text)
     heads = _need(text, "num_attention_heads")
     rope = text.get("rope_parameters") or {}
-    quantised = config.get("quantization_config") or {}
     return ModelDims(
         name=name,
         family=family,
@@ -189,8 +192,20 @@ def parse_config(config: dict[str, Any], name: str) -> ModelDims:
         vision=_vision(config.get("vision_config")),
         mtp_layers=text.get("mtp_num_hidden_layers", 0) if family == "qwen3_5_moe" else 0,
         wrapped="text_config" in config,
-        quantised_layers=_quantised_layers(quantised),
+        quantised_layers=quantised_layers(config),
     )
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; give a config.json or its folder") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not JSON ({error}); fetch the file again") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: not a JSON object; give a model's {path.name}")
+    return value
 
 
 def _need(config: dict[str, Any], field: str) -> int:
@@ -270,22 +285,3 @@ def _vision(config: dict[str, Any] | None) -> VisionDims | None:
             for field in VisionDims.model_fields
         }
     )
-
-
-def _quantised_layers(config: dict[str, Any]) -> dict[str, str]:
-    """Module -> storage format of a ModelOpt `quantization_config`; {} for none."""
-    formats = {"W4A16_NVFP4": "nvfp4", "NVFP4": "nvfp4", "FP8": "fp8"}
-    layers = config.get("quantized_layers", {})
-    if config and not layers:
-        method = config.get("quant_method")
-        raise InputError(
-            f"config.json: quantization_config: {method!r} names no quantized_layers; "
-            "only ModelOpt's mixed-precision map is understood"
-        )
-    unknown = {item.get("quant_algo") for item in layers.values()} - set(formats)
-    if unknown:
-        raise InputError(
-            f"config.json: quantization_config: quant_algo {sorted(map(str, unknown))} is not "
-            f"known; known are {', '.join(formats)}"
-        )
-    return {name: formats[item["quant_algo"]] for name, item in layers.items()}

@@ -72,7 +72,16 @@ def stored_bytes(tensor: Tensor, form: str) -> int:
 
 
 def disk_tensors(dims: ModelDims) -> dict[str, Stored]:
-    """Name -> shape and dtype of every tensor of a checkpoint, vision and MTP included."""
+    """Name -> shape and dtype of every tensor of a checkpoint, vision and MTP included.
+
+    Raises InputError where the config's quantisation map names a module that the model lacks.
+    """
+    strange = dims.quantised_layers.keys() - {_module(tensor) for tensor in inventory(dims)}
+    if strange:
+        raise InputError(
+            f"config.json: quantization_config: {len(strange)} modules are not in the model, "
+            f"{min(strange)} first; the map belongs to another model"
+        )
     return {name: stored for tensor in inventory(dims) for name, stored in _on_disk(dims, tensor)}
 
 
