@@ -88,7 +88,7 @@ def test_an_engine_that_never_passes_stops_at_its_attempts():
     assert run.info.status == "stopped" and "refused 3 times" in run.info.reason
     assert run.summary().failed_verdicts == 3
     hints = server.asked[2]["messages"][-1]["content"][-1]["text"]
-    assert "refusals-and-edges" in hints
+    assert "wrong-rope-or-heads" in hints and "refusals-and-edges" not in hints
 
 
 def test_a_reply_cut_off_at_max_tokens_is_not_carried_out():

@@ -21,7 +21,7 @@ from metainfer_lab.agent.editor import ToolError
 from metainfer_lab.agent.phases import Phase
 from metainfer_lab.agent.scrub import scrub_all
 from metainfer_lab.agent.tools import EDITOR, REMOVE, SUBMIT, Result, Tools, apply_edit, definitions
-from metainfer_lab.agent.transcript import Block, Line, Transcript
+from metainfer_lab.agent.transcript import Block, Judgement, Line, Transcript
 from metainfer_lab.paths import tree_hash
 from metainfer_lab.skills import Skill, reachable, route
 from metainfer_lab.spec import Spec
@@ -179,17 +179,17 @@ class Loop:
         begun, results = time.monotonic(), self._carry_out(reply)
         judged = [result.judgement for _, result in results if result.judgement]
         submitted = next((j for j in judged if j.submission), None)
-        failed = submitted is not None and not submitted.passed
+        refused = submitted if submitted and not submitted.passed else None
         blocks = [_tool_result(block, result) for block, result in results]
         self._append(
             seconds=time.monotonic() - begun,
             conversation=reply.conversation,
             phase=reply.phase,
-            attempt=reply.attempt + failed,
-            message={"role": "user", "content": [*blocks, *self._remarks(reply, results, failed)]},
+            attempt=reply.attempt + bool(refused),
+            message={"role": "user", "content": [*blocks, *self._remarks(reply, results, refused)]},
             judgements=judged,
         )
-        if failed and reply.attempt >= self.budget.attempts:
+        if refused and reply.attempt >= self.budget.attempts:
             raise Stopped(f"phase {reply.phase} was refused {reply.attempt} times")
 
     def _carry_out(self, reply: Line) -> list[tuple[Block, Result]]:
@@ -205,16 +205,15 @@ class Loop:
         return results
 
     def _remarks(
-        self, reply: Line, results: list[tuple[Block, Result]], failed: bool
+        self, reply: Line, results: list[tuple[Block, Result]], refused: Judgement | None
     ) -> list[Block]:
         """What the loop says beside the results: nothing was called, or skills on failures."""
         if not results:
             text = prompts.CUT_OFF if reply.stop_reason == "max_tokens" else prompts.NO_CALL
             return [{"type": "text", "text": text}]
-        if not failed or reply.attempt < FAILURES_BEFORE_HINTS:
+        if not refused or reply.attempt < FAILURES_BEFORE_HINTS:
             return []
-        gates = self.phase(reply.phase).all_gates
-        hints = route(self.spec, reply.phase, failed=gates, skills=self.tools.skills)
+        hints = route(self.spec, reply.phase, failed=refused.failed, skills=self.tools.skills)
         text = "\n\n".join(str(skill) for skill in hints if skill.layer == "failures")
         return [{"type": "text", "text": f"Skills on such failures:\n\n{text}"}] if text else []
 

@@ -180,7 +180,9 @@ class Tools:
             verdict = self.judge.verify(self.engine, gates, self._say_gate)
         except InputError as error:
             text = scrub(str(error), self.names)
-            judgement = Judgement(gates=gates, passed=False, submission=submission, error=text)
+            judgement = Judgement(
+                gates=gates, failed=gates, passed=False, submission=submission, error=text
+            )
             return Result(f"FAILED before any gate ran: {text}", judgement=judgement)
         name = f"{len(list(self.verdicts.glob('*.json'))):04d}.json"
         text = scrub(verdict.model_dump_json(indent=1), self.names)
@@ -188,6 +190,7 @@ class Tools:
         unjudged = [gate for gate in verdict.gates if gate.status == "not_judged"]
         judgement = Judgement(
             gates=gates,
+            failed=[gate.gate for gate in verdict.gates if gate.status == "fail"],
             passed=verdict.passed,
             submission=submission and not (verdict.passed and unjudged),
             file=name,

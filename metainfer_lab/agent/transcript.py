@@ -30,6 +30,7 @@ class Judgement(BaseModel):
 
     call: str = ""
     gates: list[str]
+    failed: list[str] = []
     passed: bool
     submission: bool
     file: str | None = None
