@@ -97,7 +97,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   extern __shared__ __align__(128) char memory[];
   __shared__ u16 query[GROUP][D], fresh[2][D];
   __shared__ float warp_max[WARPS][8], warp_sum_[WARPS][8], block_max[8], block_sum[8], block_out[GROUP][D];
-  let_next_kernel_start();
   const int rank = blockIdx.x, head = blockIdx.y, row = blockIdx.z;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int position = positions[row], last_page = position / PAGE;
@@ -113,6 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     copy_commit();
   };
   for (int i = 0; i < STAGES - 1; ++i) start(i);
+  if (pages <= STAGES) let_next_kernel_start();  // later, the next kernel's weights would compete with these pages
   wait_for_previous_kernel();
 
   const float* mine = qkv + (u64)row * QKV;
@@ -149,6 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       __syncthreads();
     }
     start(i + STAGES - 1);
+    if (i + STAGES + 1 == pages) let_next_kernel_start();
     int token = warp * 16;
     if (page * PAGE + token <= position) attend(state, q, ring + stage, token, page * PAGE + token, position, scale_log2);
   }

@@ -1,6 +1,7 @@
-"""Products of at most 32 tokens with a weight matrix: shapes of skinny.cu for each operator, and their launches."""
+"""Products of at most 32 tokens with a weight matrix: shapes of skinny.cu for each operator, and launches."""
 
 import functools
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -8,47 +9,70 @@ from .cuda import CudaKernel
 
 SCALE, RESIDUAL, SILU = 0, 1, 2
 SLOT = 32  # columns behind one sum of squares
-MAX_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Compile-time names of skinny.cu."""
+
+    rows: int
+    bk: int
+    stages: int
+    wr: int
+    wk: int
+    cluster: int = 1
+    passes: int = 1
+    ahead: int = 0
+    lead: int = 0
+
+
+# By operator, then by groups of 8 tokens; chosen by measurement (README.md).
+SHAPES = {
+    "qkv": {1: Shape(48, 256, 3, 3, 4), 2: Shape(96, 128, 4, 3, 4, cluster=2), 4: Shape(48, 256, 3, 3, 4)},
+    "gate_up": {1: Shape(48, 256, 3, 3, 4, passes=4), 2: Shape(96, 128, 3, 3, 4), 4: Shape(96, 128, 3, 3, 4)},
+    "output": {1: Shape(32, 512, 3, 2, 4), 2: Shape(32, 256, 4, 2, 4), 4: Shape(64, 128, 4, 2, 4, cluster=2)},
+    "down": {
+        1: Shape(32, 512, 3, 2, 4),
+        2: Shape(64, 128, 4, 2, 4, cluster=2),
+        4: Shape(64, 128, 4, 2, 4, cluster=2),
+    },
+    "head": {1: Shape(48, 256, 3, 3, 4), 2: Shape(48, 256, 3, 3, 4), 4: Shape(96, 128, 3, 3, 4)},
+}
 
 
 @functools.cache
-def _kernel(mode: int, k: int, rows: int, cluster: int, groups: int, bk: int, stages: int, wr: int, wk: int):
-    shape = dict(K=k, ROWS=rows, CLUSTER=cluster, NT=groups, BK=bk, STAGES=stages, WR=wr, WK=wk)
-    shared = stages * (rows + groups * 8) * bk * 2
-    return CudaKernel("skinny.cu", "skinny", shape | {"MODE": mode}, 32 * wr * wk, shared, cluster)
+def _kernel(mode: int, k: int, groups: int, shape: Shape) -> CudaKernel:
+    defines = {name.upper(): value for name, value in asdict(shape).items()}
+    shared = shape.stages * (shape.rows + groups * 8) * shape.bk * 2
+    if shape.passes > 1:
+        shared += shape.wk * groups * 8 * (shape.rows + 4) * 4
+    defines |= {"MODE": mode, "K": k, "NT": groups}
+    return CudaKernel("skinny.cu", "skinny", defines, 32 * shape.wr * shape.wk, shared, shape.cluster)
 
 
-def _token_groups(tokens: int) -> int:
-    return 1 if tokens <= 8 else 2 if tokens <= 16 else 4
+def launch(mode: int, shape: Shape, n: int, k: int, tokens: int, *arguments) -> None:
+    """`n` rows of the weight matrix, the gate and up of MODE_SILU counted apart."""
+    groups = 1 if tokens <= 8 else 2 if tokens <= 16 else 4
+    blocks = -(-n // (shape.rows * shape.passes)) * shape.cluster
+    _kernel(mode, k, groups, shape)((blocks, 1, 1), *arguments)
 
 
-def _wide(mode: int, k: int, tokens: int):
-    """192 rows a block: for matrices with rows enough for every multiprocessor."""
-    return _kernel(mode, k, 192, 1, _token_groups(tokens), 64, 4, 12, 1), 192
-
-
-def _shared(mode: int, k: int, rows: int, tokens: int):
-    """Four blocks share `rows` rows and split k, so that each reads a quarter of the tokens' values."""
-    return _kernel(mode, k, rows, 4, _token_groups(tokens), 64, 5 if rows == 128 else 4, rows // 16, 1), rows // 4
-
-
-def _blocks(n: int, rows: int, cluster: int = 1) -> tuple[int, int, int]:
-    return (-(-n // (rows * cluster)) * cluster, 1, 1)
+def _shape(operator: str, tokens: int) -> Shape:
+    return SHAPES[operator][1 if tokens <= 8 else 2 if tokens <= 16 else 4]
 
 
 def _empty(like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
-def scaled_product(x: torch.Tensor, squares: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def scaled_product(
+    x: torch.Tensor, squares: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
     """See naive.scaled_product."""
     (tokens, k), n = x.shape, weight.shape[0]
     out = _empty(x, (tokens, n), torch.float32)
-    if n >= 4 * k:
-        (kernel, rows), cluster = _wide(SCALE, k, tokens), 1
-    else:
-        (kernel, rows), cluster = _shared(SCALE, k, 192, tokens), 4
-    kernel(_blocks(n, rows, cluster), weight, x, squares, None, None, None, None, out, tokens, n, eps)
+    shape = _shape("head" if n >= 4 * k else "qkv", tokens)
+    launch(SCALE, shape, n, k, tokens, weight, x, squares, None, None, None, None, out, tokens, n, eps)
     return out
 
 
@@ -59,16 +83,17 @@ def residual_product(
     (tokens, k), n = x.shape, weight.shape[0]
     new, weighted = torch.empty_like(residual), torch.empty_like(residual, dtype=torch.bfloat16)
     squares = _empty(x, (tokens, n // SLOT), torch.float32)
-    kernel, rows = _shared(RESIDUAL, k, 128, tokens)
-    grid = _blocks(n, rows, 4)
-    kernel(grid, weight, x, None, residual, new, norm_weight, squares, weighted, tokens, n, 0.0)
+    out = (residual, new, norm_weight, squares, weighted, tokens, n, 0.0)
+    launch(RESIDUAL, _shape("down" if k > n else "output", tokens), n, k, tokens, weight, x, None, *out)
     return new, weighted, squares
 
 
-def gate_up_product(x: torch.Tensor, squares: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def gate_up_product(
+    x: torch.Tensor, squares: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
     """See naive.gate_up_product."""
-    (tokens, k), n = x.shape, weight.shape[0] // 2
-    out = _empty(x, (tokens, n), torch.bfloat16)
-    kernel, rows = _wide(SILU, k, tokens)
-    kernel(_blocks(n, rows // 2), weight, x, squares, None, None, None, None, out, tokens, n, eps)
+    (tokens, k), rows = x.shape, weight.shape[0]
+    out = _empty(x, (tokens, rows // 2), torch.bfloat16)
+    arguments = (weight, x, squares, None, None, None, None, out, tokens, rows // 2, eps)
+    launch(SILU, _shape("gate_up", tokens), rows, k, tokens, *arguments)
     return out
