@@ -32,18 +32,20 @@ def draw_dims(
     Each dimension is a multiple of its granule; `fixed` overrides what is drawn.
     """
 
-    def multiple(name: str, low: int, high: int) -> int:
-        granule = math.lcm(granules.get(name, 1), 2 if name == "head_dim" else 1)  # RoPE's pairs
+    def multiple(name: str, low: int, high: int, of: int = 1) -> int:
+        granule = math.lcm(granules.get(name, 1), of)
         return granule * int(rng.integers(max(1, -(-low // granule)), max(1, high // granule) + 1))
 
     kv_heads = multiple("num_key_value_heads", 1, 3)
-    group = int(rng.integers(2, 5))
+    heads = kv_heads * int(rng.integers(1, 5))
+    # transformers wants it of Llama, though nothing in the formulas does
+    whole_heads = heads if like.family == "llama" else 1
     drawn = {
-        "hidden_size": multiple("hidden_size", 40, 72),
+        "hidden_size": multiple("hidden_size", 40, 72, of=whole_heads),
         "num_hidden_layers": int(rng.integers(2, 4)),
-        "num_attention_heads": kv_heads * group,
+        "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": multiple("head_dim", 8, 24),
+        "head_dim": multiple("head_dim", 8, 24, of=2),
         "intermediate_size": multiple("intermediate_size", 50, 110),
         "vocab_size": multiple("vocab_size", 150, 260),
         "max_position_embeddings": int(rng.integers(300, 400)),
