@@ -3,8 +3,9 @@
     with Oracle(checkpoint, dtype="float64") as oracle:
         logits = oracle.logits(tokens, positions)
 
-It never sees the candidate, and its process is the only one that imports transformers. Rotary
-angles are computed in float64, where transformers itself keeps to float32.
+It never sees the candidate, and its process is the only one that imports transformers. float64 is
+float64 throughout: norms, routers, the delta rule and rotary angles too, where transformers itself
+narrows to float32.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -121,7 +123,8 @@ class Service:
         """One forward pass over the tokens; the head for the asked positions alone."""
         import torch
 
-        with torch.inference_mode():
+        whole = keep_float64() if self.model.dtype == torch.float64 else nullcontext()
+        with torch.no_grad(), whole:
             output = self.model.model(torch.tensor([tokens]), use_cache=False)
             rows = self.model.lm_head(output.last_hidden_state[0, positions])
         return {"logits": rows.numpy()}
@@ -145,6 +148,21 @@ class Service:
         for hook in hooks:
             hook.remove()
         return {"amax": amax}
+
+
+def keep_float64() -> Any:
+    """A context in which a float64 tensor that is asked for as float32 stays as it is."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class KeepFloat64(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            kwargs = kwargs or {}
+            if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is torch.float32:
+                kwargs = kwargs | {"dtype": torch.promote_types(args[0].dtype, torch.float32)}
+            return func(*args, **kwargs)
+
+    return KeepFloat64()
 
 
 def input_hook(name: str, module: Any, see: Any) -> Any:
