@@ -6,7 +6,7 @@ prompts.py     what the author reads
 tools.py       what the author can call; editor.py the one way that files change
 providers.py   where replies come from: a record, a folder (desk.py), the API
 transcript.py  lines, chained by hash
-run.py         a run as a folder; record
+run.py         a run as a folder; turns.py its turns in rows; publish.py the record
 replay.py      a recorded run carried out again, divergences listed
 toolbox.py     workspace and adopt, for an agent of one's own
 
@@ -23,8 +23,9 @@ _HOMES = {
     "Run": "run",
     "adopt": "toolbox",
     "generate": "generation",
-    "record": "run",
+    "record": "publish",
     "runs": "run",
+    "table": "run",
     "workspace": "toolbox",
 }
 __all__ = sorted(_HOMES)

@@ -91,10 +91,10 @@ class Desk:
         write_atomic(self.folder / "state.txt", text + "\n")
 
 
-def write_skills(folder: Path, skills: Iterable[Skill]) -> None:
-    """One folder a skill, failure skills left out: they come when a gate has failed."""
+def write_skills(folder: Path, skills: Iterable[Skill], *, failures: bool = False) -> None:
+    """One folder a skill; in a run, failure skills are left out until a gate has failed."""
     for skill in skills:
-        if skill.layer != "failures":
+        if failures or skill.layer != "failures":
             write_atomic(folder / skill.name / "SKILL.md", as_markdown(skill))
 
 

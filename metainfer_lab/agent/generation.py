@@ -13,6 +13,7 @@ from typing import Any, Literal
 from metainfer_lab.agent import run as runs
 from metainfer_lab.agent.budget import Budget, BudgetSpent
 from metainfer_lab.agent.loop import Loop, Stopped
+from metainfer_lab.agent.overlap import overlaps
 from metainfer_lab.agent.phases import phases as phases_of
 from metainfer_lab.agent.providers import FileTransport, client
 from metainfer_lab.agent.run import Run, RunInfo
@@ -66,31 +67,41 @@ def generate(
         run.replay(phases=phases, on_event=on_event)
         return run
     budget = Budget(turns=turns, attempts=attempts, wall_s=wall_s, tokens=tokens, usd=budget_usd)
-    home = _home(spec, provider, run_id, fresh, model, effort, reviewer)
+    about = {"model": model, "effort": effort, "reviewer": reviewer}
+    home = _home(spec, provider, run_id, fresh, budget_usd, **about)
     with runs.locked(home):
         loop = _loop(spec, home, budget, judge or real_judge(spec), on_event)
         loop.client = _client(provider, loop, folder, connection)
-        return _drive(loop, home)
+        return finish(loop, home)
 
 
 def _home(
-    spec: Spec,
-    provider: str,
-    run_id: str | None,
-    fresh: bool,
-    model: str,
-    effort: str | None,
-    reviewer: str,
+    spec: Spec, provider: Provider, run_id: str | None, fresh: bool, usd: float | None, **about: Any
 ) -> Path:
     """The folder of the run to go on with, or of a new one."""
-    if provider == "anthropic" and not os.environ.get("ANTHROPIC_API_KEY"):
-        raise InputError(
-            "ANTHROPIC_API_KEY: not set; provider anthropic needs it (replay and file do not)"
-        )
+    if provider == "anthropic":
+        if not os.environ.get("ANTHROPIC_API_KEY"):
+            raise InputError(
+                "ANTHROPIC_API_KEY: not set; provider anthropic needs it, others do not"
+            )
+        if usd is None:
+            raise InputError("budget_usd: provider anthropic needs one; say how much may be spent")
     open_runs = [r for r in runs.runs(spec.id) if _goes_on(r, provider, run_id)]
     if open_runs and not fresh:
         return open_runs[-1].folder
-    name = run_id or runs.next_id(spec.id)
+    return new_run(spec, provider, run_id or runs.next_id(spec.id), **about)
+
+
+def new_run(
+    spec: Spec,
+    provider: str,
+    name: str,
+    *,
+    model: str = NOT_STATED,
+    effort: str | None = None,
+    reviewer: str = "none",
+) -> Path:
+    """The folder of a new run, with its run.json and spec.yaml."""
     home = runs.LOCAL_RUNS / name
     if (home / "run.json").exists():
         raise InputError(f"run {name}: exists and has ended; leave run_id out for a new one")
@@ -123,9 +134,9 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {n: importlib.metadata.version(n) for n in names}
 
 
-def _loop(spec: Spec, home: Path, budget: Budget, judge: Judge, say: Callable[[str], None]) -> Loop:
-    info = Run(home).info
-    tools = Tools(
+def tools_of(spec: Spec, home: Path, judge: Judge, say: Callable[[str], None]) -> Tools:
+    """The tools of a run's folder."""
+    return Tools(
         engine=home / "engine",
         verdicts=home / "verdicts",
         skills=load_skills(),
@@ -135,12 +146,16 @@ def _loop(spec: Spec, home: Path, budget: Budget, judge: Judge, say: Callable[[s
         checkpoint=lambda: checkpoint_of(spec),
         names={home: "<run>"},
     )
+
+
+def _loop(spec: Spec, home: Path, budget: Budget, judge: Judge, say: Callable[[str], None]) -> Loop:
+    info = Run(home).info
     return Loop(
         spec=spec,
         run_id=info.id,
         phases=phases_of(spec, judge.gates),
         transcript=Transcript(home / FILE, writable=True),
-        tools=tools,
+        tools=tools_of(spec, home, judge, say),
         client=None,  # type: ignore[arg-type]
         model=info.model or NOT_STATED,
         effort=info.effort,
@@ -171,18 +186,17 @@ def _client(
         return client(transport)
     from anthropic import Anthropic
 
-    if loop.budget.usd is None:
-        raise InputError("budget_usd: provider anthropic needs one; say how much may be spent")
     return Anthropic(**connection)
 
 
-def _drive(loop: Loop, home: Path) -> Run:
+def finish(loop: Loop, home: Path) -> Run:
     """Run the loop to its end and write down how it ended; an interrupted run can go on."""
     run = Run(home)
     run.info.status, run.info.reason = "running", None
     runs.save(home, run.info)
     try:
         loop.run()
+        check_blank_sheet(loop.tools.engine)
         run.info.status = "passed"
     except (Stopped, BudgetSpent) as end:
         run.info.status, run.info.reason = "stopped", str(end)
@@ -192,3 +206,10 @@ def _drive(loop: Loop, home: Path) -> Run:
     loop.say(str(run))
     loop.closing(str(run))
     return run
+
+
+def check_blank_sheet(engine: Path) -> None:
+    """Stopped when an engine repeats long passages of installed packages or of the skills."""
+    found = overlaps(engine)
+    if found:
+        raise Stopped("blank sheet: " + "; ".join(map(str, found)))

@@ -68,7 +68,7 @@ class Loop:
         """Do the next thing; False when every phase has passed."""
         last = self.transcript.last
         if last is None:
-            self._open(self.phases[0], conversation=0, earlier="")
+            self.open(self.phases[0], conversation=0, earlier="")
         elif last.author == "assistant" and last.stop_reason != "pause_turn":
             self._answer(last)
         elif last.submission and last.submission.passed:
@@ -86,10 +86,10 @@ class Loop:
         self.say(f"phase {last.phase} passed (attempt {last.attempt})")
         if following:
             earlier = f"Phase `{last.phase}` has passed; its gates stay in force."
-            self._open(following[0], last.conversation + 1, earlier)
+            self.open(following[0], last.conversation + 1, earlier)
         return bool(following)
 
-    def _open(self, phase: Phase, conversation: int, earlier: str) -> None:
+    def open(self, phase: Phase, conversation: int, earlier: str) -> None:
         """Begin a conversation of a fresh context with a phase's task."""
         shown = [skill for skill in self.tools.skills.values() if skill.name in phase.skills]
         others = [s for s in self._visible() if s.name not in phase.skills]
@@ -97,7 +97,7 @@ class Loop:
             self.spec, self.run_id, phase, shown, others, self.tools.engine, earlier
         )
         self.say(f"phase {phase.name}: {', '.join(phase.gates)}")
-        self._append(
+        self.append(
             conversation=conversation,
             phase=phase.name,
             attempt=1,
@@ -109,7 +109,8 @@ class Loop:
             skill for skill in reachable(self.spec, self.tools.skills) if skill.layer != "failures"
         ]
 
-    def _append(self, *, seconds: float = 0.0, **fields: Any) -> None:
+    def append(self, *, seconds: float = 0.0, **fields: Any) -> None:
+        """Add a line to the transcript, with the hash of the tree as it now is."""
         tree = tree_hash(self.tools.engine)
         self.after(self.transcript.append(tree=tree, seconds=round(seconds, 3), **fields))
 
@@ -124,7 +125,7 @@ class Loop:
         content = content or [
             {"type": "text", "text": "(an empty reply)"}
         ]  # the API takes no empty one
-        self._append(
+        self.append(
             seconds=time.monotonic() - begun,
             conversation=last.conversation,
             phase=last.phase,
@@ -174,14 +175,14 @@ class Loop:
                 raise Stopped(f"the author refused in phase {reply.phase}")
             case "model_context_window_exceeded":
                 earlier = "The conversation outgrew the context; this one starts afresh."
-                self._open(self.phase(reply.phase), reply.conversation + 1, earlier)
+                self.open(self.phase(reply.phase), reply.conversation + 1, earlier)
                 return
         begun, results = time.monotonic(), self._carry_out(reply)
         judged = [result.judgement for _, result in results if result.judgement]
         submitted = next((j for j in judged if j.submission), None)
         refused = submitted if submitted and not submitted.passed else None
         blocks = [_tool_result(block, result) for block, result in results]
-        self._append(
+        self.append(
             seconds=time.monotonic() - begun,
             conversation=reply.conversation,
             phase=reply.phase,

@@ -84,6 +84,14 @@ TEMPLATES = (
 )
 
 
+ADOPTED = "adopted"
+
+
+def adopted_phase(gates: Collection[str]) -> Phase:
+    """The one phase of an engine that was written elsewhere: every gate at once."""
+    return Phase(ADOPTED, "an engine that was written elsewhere", (), tuple(gates), ())
+
+
 def phases(spec: Spec, gates: Collection[str] | None = None) -> list[Phase]:
     """The phases of a spec, each with the skills it shows and the gates that end it.
 

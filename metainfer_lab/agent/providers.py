@@ -96,6 +96,13 @@ class ReplayTransport(httpx2.BaseTransport):
         )
 
 
+class NoTransport(httpx2.BaseTransport):
+    """Under the client of a run that asks nobody: one that adopts what was written elsewhere."""
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        raise RuntimeError("this run has no author to ask")
+
+
 class _Text(BaseModel):
     model_config = ConfigDict(extra="forbid")
 

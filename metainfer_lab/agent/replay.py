@@ -17,12 +17,13 @@ from pydantic import BaseModel
 from metainfer_lab.agent.budget import Budget
 from metainfer_lab.agent.editor import ToolError
 from metainfer_lab.agent.loop import Loop, Stopped
-from metainfer_lab.agent.phases import Phase, phases
+from metainfer_lab.agent.phases import ADOPTED, Phase, adopted_phase, phases
 from metainfer_lab.agent.providers import ReplayTransport, client
 from metainfer_lab.agent.tools import EDITOR, REMOVE, Judge, Result, Tools
 from metainfer_lab.agent.transcript import FILE, Block, Judgement, Line, Transcript
 from metainfer_lab.errors import InputError
 from metainfer_lab.skills import load_skills
+from metainfer_lab.spec import Spec
 
 if TYPE_CHECKING:
     from metainfer_lab.agent.run import Run
@@ -191,7 +192,7 @@ def replay(
         loop = Loop(
             spec=spec,
             run_id=run.id,
-            phases=[phase for phase in phases(spec, judge.gates) if phase.name in names],
+            phases=_phases(spec, judge, names),
             transcript=transcript,
             tools=tools,
             client=client(transport),
@@ -207,6 +208,13 @@ def replay(
         _follow(loop, len(lines))
     say(str(report))
     return report
+
+
+def _phases(spec: Spec, judge: Judge, names: list[str]) -> list[Phase]:
+    """The phases that a record went through, as the spec and the gates of today define them."""
+    if names == [ADOPTED]:
+        return [adopted_phase(judge.gates)]
+    return [phase for phase in phases(spec, judge.gates) if phase.name in names]
 
 
 def _follow(loop: Loop, length: int) -> None:

@@ -5,11 +5,9 @@ run.json  spec.yaml  transcript.jsonl  verdicts/NNNN.json     and, while it runs
 
 from __future__ import annotations
 
-import difflib
 import fcntl
 import json
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,10 +19,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from metainfer_lab.agent.budget import total_cost
-from metainfer_lab.agent.loop import executed, rebuild
+from metainfer_lab.agent.loop import rebuild
 from metainfer_lab.agent.transcript import FILE, Judgement, Line, Transcript
+from metainfer_lab.agent.turns import ROW, diff, lines_of_code, row
 from metainfer_lab.errors import InputError
-from metainfer_lab.paths import ENGINES, LOCAL, RUNS, tree_files, tree_hash, write_atomic
+from metainfer_lab.paths import ENGINES, LOCAL, RUNS, write_atomic
 from metainfer_lab.spec import Spec
 
 if TYPE_CHECKING:
@@ -199,7 +198,7 @@ class Run:
         """One row a turn: time, phase, attempt, calls, gates and their outcome, lines, tokens."""
         import pandas as pd
 
-        return pd.DataFrame([_row(i, *turn) for i, turn in enumerate(self._turns, 1)], columns=ROW)
+        return pd.DataFrame([row(i, *turn) for i, turn in enumerate(self._turns, 1)], columns=ROW)
 
     def summary(self) -> Summary:
         """Attempts, verdicts, tokens, cost, size and time of the run."""
@@ -207,7 +206,7 @@ class Run:
         usages = [line.usage for line in lines if line.usage]
         judged = [j for line in lines for j in line.judgements]
         return Summary(
-            passed=self.info.status == "passed",
+            passed=self.info.status == "passed" and not (self.report and self.report.divergences),
             turns=sum(line.author == "assistant" for line in lines),
             attempts=sum(j.submission for j in judged),
             failed_verdicts=sum(not j.passed for j in judged),
@@ -253,60 +252,6 @@ class Run:
         return f"{text}\n{facts.reason}" if facts.reason else text
 
 
-ROW = ["turn", "time", "seconds", "phase", "attempt", "calls", "gates", "passed", "submission"]
-ROW += ["lines_added", "lines_removed", "input_tokens", "output_tokens", "tree"]
-
-
-def _row(number: int, asked: Line, reply: Line, results: Line | None) -> list[Any]:
-    judged = results.judgements if results else []
-    added, removed = _changed(reply)
-    usage = reply.usage or {}
-    return [
-        number,
-        reply.time,
-        reply.seconds + (results.seconds if results else 0.0),
-        reply.phase,
-        reply.attempt,
-        ", ".join(call["name"] for call in reply.calls),
-        ", ".join(dict.fromkeys(gate for j in judged for gate in j.gates)),
-        all(j.passed for j in judged) if judged else None,
-        any(j.submission for j in judged),
-        added,
-        removed,
-        usage.get("input_tokens"),
-        usage.get("output_tokens"),
-        (results or reply).tree,
-    ]
-
-
-def _changed(reply: Line) -> tuple[int, int]:
-    """Lines that a reply's edits write, and lines that they name as replaced."""
-    inputs = [call["input"] for call in executed(reply) if isinstance(call["input"], dict)]
-    written = ("file_text", "new_str", "insert_text")
-    added = sum(len(str(i[key]).splitlines()) for i in inputs for key in written if key in i)
-    return added, sum(len(str(i.get("old_str", "")).splitlines()) for i in inputs)
-
-
-def diff(before: Path, after: Path) -> str:
-    """Unified diff of two trees."""
-    names = {p.relative_to(root).as_posix() for root in (before, after) for p in tree_files(root)}
-    parts = []
-    for name in sorted(names):
-        old, new = (_lines(root / name) for root in (before, after))
-        parts += difflib.unified_diff(old, new, f"a/{name}", f"b/{name}", n=2)
-    return "".join(part if part.endswith("\n") else part + "\n" for part in parts)
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines(keepends=True) if path.is_file() else []
-
-
-def lines_of_code(folder: Path) -> int:
-    """Lines of an engine's Python files that are not blank."""
-    texts = [path.read_text() for path in tree_files(folder) if path.suffix == ".py"]
-    return sum(bool(line.strip()) for text in texts for line in text.splitlines())
-
-
 def runs(spec: str | None = None) -> list[Run]:
     """Every run, recorded ones first, by id; of one spec if named."""
     folders = [p.parent for root in (RUNS, LOCAL_RUNS) for p in sorted(root.glob("*/run.json"))]
@@ -321,7 +266,7 @@ def _natural(name: str) -> list[Any]:
 
 def next_id(spec: str, letter: str = "r") -> str:
     """The first free id of a spec's runs: <spec>-r1, -r2, …"""
-    names = {p.name for root in (RUNS, LOCAL_RUNS) if root.is_dir() for p in root.iterdir()}
+    names = {path.parent.name for root in (RUNS, LOCAL_RUNS) for path in root.glob("*/run.json")}
     return next(name for n in range(1, 10_000) if (name := f"{spec}-{letter}{n}") not in names)
 
 
@@ -348,45 +293,9 @@ def save(folder: Path, info: RunInfo) -> None:
     write_atomic(folder / "run.json", info.model_dump_json(indent=1, exclude_none=True) + "\n")
 
 
-def record(name: str, *, engine: bool = False) -> Run:
-    """Publish a finished local run; with `engine`, its last tree as the spec's engine."""
-    source = LOCAL_RUNS / name
-    if not (source / "run.json").is_file():
-        raise InputError(f"run {name}: not among the local runs; there are {_local_names()}")
-    run = Run(source)
-    broken = run.transcript.broken_link()
-    if run.info.status == "running" or broken is not None:
-        what = "still goes on" if broken is None else f"has a broken chain at line {broken}"
-        raise InputError(f"run {name}: {what}; only a finished, whole run is recorded")
-    _publish(source, RUNS / name)
-    if engine:
-        publish_engine(run)
-    return Run(RUNS / name)
+def table(chosen: Sequence[Run] | None = None) -> pd.DataFrame:
+    """One row a run: attempts, verdicts, tokens, cost, lines, time, whether it passed."""
+    import pandas as pd
 
-
-def _publish(source: Path, target: Path) -> None:
-    made = target.with_name(f".{target.name}.new")
-    shutil.rmtree(made, ignore_errors=True)
-    shutil.copytree(source, made, ignore=shutil.ignore_patterns("engine", "lock"))
-    shutil.rmtree(target, ignore_errors=True)
-    made.replace(target)
-
-
-def publish_engine(run: Run) -> Path:
-    """Make data/engines/<spec> the run's last tree, and list its hash among the recorded ones."""
-    if run.info.status != "passed":
-        raise InputError(f"run {run.id}: did not pass, so its engine serves nobody")
-    target = ENGINES / run.info.spec
-    made = target.with_name(f".{target.name}.new")
-    rebuild(run.transcript.lines, made)
-    shutil.rmtree(target, ignore_errors=True)
-    made.replace(target)
-    trees = ENGINES / "trees.json"
-    known = json.loads(trees.read_text()) if trees.is_file() else {}
-    known[target.name] = tree_hash(target)
-    write_atomic(trees, json.dumps(dict(sorted(known.items())), indent=1) + "\n")
-    return target
-
-
-def _local_names() -> str:
-    return ", ".join(sorted(p.parent.name for p in LOCAL_RUNS.glob("*/run.json"))) or "none"
+    rows = [run.summary().model_dump() for run in (runs() if chosen is None else chosen)]
+    return pd.DataFrame(rows, columns=list(Summary.model_fields))
