@@ -108,7 +108,8 @@ def verify(
     """Ask the gates whether an engine is right."""
     show = None if as_json else (lambda verdict: print(verdict, flush=True))
     chosen = gates.split(",") if gates else None
-    verdict = lab.verify(engine, spec=spec, gates=chosen, on_gate=show)
+    wanted = lab.Spec.load(spec) if spec else None
+    verdict = lab.verify(engine, spec=wanted, gates=chosen, on_gate=show)
     say(verdict, as_json)
     finish(verdict.passed)
 
