@@ -8,10 +8,10 @@ from pathlib import Path
 from ..errors import InputError
 from ..paths import DATA
 from ..spec import Spec
-from . import smollm2
+from . import seeded, smollm2
 
 # Sources that need no model hub; every other name is a folder or a hub id.
-KNOWN: dict[str, Callable[[], Path]] = {smollm2.NAME: smollm2.fetch}
+KNOWN: dict[str, Callable[[], Path]] = {smollm2.NAME: smollm2.fetch, **seeded.KNOWN}
 
 
 def fetch(spec: Spec) -> Path:

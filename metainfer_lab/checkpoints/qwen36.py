@@ -35,10 +35,11 @@ SPREAD = {
     "gate_up_proj": 1.2,
     "gate_proj": 1.2,
     "up_proj": 1.2,
-    "mlp.gate": 1.6,
+    "mlp.gate": 1.4,
     "shared_expert_gate": 1.5,
 }
-RESIDUAL_SPREAD = {"o_proj": 3.0, "out_proj": 2.0, "shared_expert.down_proj": 3.0, "down_proj": 3.0}
+RESIDUAL_SPREAD = {"o_proj": 5.0, "out_proj": 2.5, "down_proj": 3.5}
+QUERY_KEY_CORRELATION = 0.7  # in Gated DeltaNet; without it a token's output is small differences
 
 
 def draw(
@@ -56,6 +57,8 @@ def draw(
     import torch
 
     noise = torch.randn(shape, generator=generator, device=device)
+    if name.endswith(("in_proj_qkv.weight", "conv1d.weight")) and dims.gdn is not None:
+        correlate(noise, dims.gdn.num_key_heads * dims.gdn.key_head_dim)
     if name.endswith("A_log"):
         return log_decay_rates(noise)
     if name.endswith("dt_bias"):
@@ -65,6 +68,12 @@ def draw(
     if name.endswith("conv1d.weight"):
         return 0.6 * noise
     return spread(name, shape, dims, residual) * noise
+
+
+def correlate(noise: torch.Tensor, rows: int) -> None:
+    """Make the first `rows` rows (queries) resemble the next ones (keys), in place."""
+    own = math.sqrt(1 - QUERY_KEY_CORRELATION**2)
+    noise[:rows] = QUERY_KEY_CORRELATION * noise[rows : 2 * rows] + own * noise[:rows]
 
 
 def spread(name: str, shape: tuple[int, ...], dims: ModelDims, residual: float) -> float:
@@ -111,17 +120,16 @@ def draw_dims(
     block = 16 if quantised else 1
     kv_heads = multiple("num_key_value_heads", 1, 2)
     key_heads = multiple("linear_num_key_heads", 1, 3)
-    layers = int(rng.integers(4, 6))
     drawn = {
         "hidden_size": multiple("hidden_size", 48, 96, of=block),
-        "num_hidden_layers": layers,
+        "num_hidden_layers": 4,
         "num_attention_heads": multiple("num_attention_heads", 3, 6, of=kv_heads),
         "num_key_value_heads": kv_heads,
         "head_dim": multiple("head_dim", 16, 32, of=8),
         "linear_num_key_heads": key_heads,
         "linear_num_value_heads": multiple("linear_num_value_heads", 3, 6, of=key_heads),
-        "linear_key_head_dim": multiple("linear_key_head_dim", 8, 20),
-        "linear_value_head_dim": multiple("linear_value_head_dim", 8, 20),
+        "linear_key_head_dim": multiple("linear_key_head_dim", 12, 24),
+        "linear_value_head_dim": multiple("linear_value_head_dim", 12, 24),
         "linear_conv_kernel_dim": 4,
         "num_experts": multiple("num_experts", 10, 20),
         "num_experts_per_tok": int(rng.integers(2, 5)),
