@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from metainfer_lab.agent.phases import TEMPLATES, phases
+from metainfer_lab.agent.phases import TEMPLATES, explain, phases
 from metainfer_lab.errors import InputError
 from metainfer_lab.skills import as_markdown, load_skills, parse, reachable, route, traits
 from metainfer_lab.spec import Spec, shipped
@@ -77,6 +77,12 @@ def test_phases_grow_their_regression_gates():
     assert chain[-1].all_gates[-1] == "speed"
     assert "sampling" in chain[3].gates
     assert "sampling" not in phases(Spec.load(FP32), set(GATES) - {"sampling"})[3].gates
+
+
+def test_explain_says_what_each_role_is_shown():
+    rows = explain(Spec.load(FP32), GATES)
+    assert set(rows["role"]) == {"implementer", "reviewer"} and len(rows) == 10
+    assert (rows["tokens"] > 1000).all()
 
 
 def test_a_wrong_skill_is_refused_by_name(tmp_path):

@@ -22,6 +22,7 @@ _HOMES = {
     "Phase": "phases",
     "Run": "run",
     "adopt": "toolbox",
+    "explain": "phases",
     "generate": "generation",
     "record": "publish",
     "runs": "run",

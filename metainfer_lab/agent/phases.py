@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, get_args
 
-from metainfer_lab.skills import route, traits
+from metainfer_lab.skills import Role, route, traits
 from metainfer_lab.spec import Spec
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -107,3 +111,17 @@ def phases(spec: Spec, gates: Collection[str] | None = None) -> list[Phase]:
             chain.append(Phase(template.name, template.goal, shown, own, passed))
             passed += own
     return chain
+
+
+def explain(spec: Spec, gates: Collection[str] | None = None) -> pd.DataFrame:
+    """Which skills go to which phase and role, with their tokens, and what ends the phase."""
+    import pandas as pd
+
+    rows = []
+    for phase in phases(spec, gates):
+        for role in get_args(Role):
+            shown = route(spec, phase.name, role)
+            names = ", ".join(skill.name for skill in shown)
+            tokens = sum(skill.tokens for skill in shown)
+            rows.append([phase.name, role, names, tokens, ", ".join(phase.gates)])
+    return pd.DataFrame(rows, columns=["phase", "role", "skills", "tokens", "gates"])
