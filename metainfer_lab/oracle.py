@@ -15,8 +15,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 Dtype = Literal["float32", "float64"]
+Rounding = Literal["symmetric", "asymmetric"]
 TIMEOUT_S = 600.0
 
 
@@ -79,10 +80,16 @@ class Oracle:
         self.checkpoint, self.dtype = checkpoint, dtype or self.dtype
         self._call(op="use", checkpoint=str(checkpoint), dtype=self.dtype)
 
-    def logits(self, tokens: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-        """Logits [len(positions), V] in the oracle's dtype, after tokens[0 .. position]."""
+    def logits(
+        self, tokens: Sequence[int], positions: Sequence[int], rounding: Rounding | None = None
+    ) -> np.ndarray:
+        """Logits [len(positions), V] in the oracle's dtype, after tokens[0 .. position].
+
+        rounding: round the input of every matrix product to 8 bits, one scale per token, to see
+        what that costs; without it nothing is rounded.
+        """
         asked = {"tokens": [int(t) for t in tokens], "positions": [int(p) for p in positions]}
-        return self._call(op="logits", **asked)["logits"]
+        return self._call(op="logits", rounding=rounding, **asked)["logits"]
 
     def input_amax(self, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
         """Module -> largest |input| of each linear module, experts apart, over some prompts."""
@@ -119,15 +126,33 @@ class Service:
         self.model.eval().model.rotary_emb.forward = exact_rotary(self.model.config)
         return {}
 
-    def logits(self, tokens: list[int], positions: list[int]) -> dict[str, Any]:
+    def logits(
+        self, tokens: list[int], positions: list[int], rounding: Rounding | None = None
+    ) -> dict[str, Any]:
         """One forward pass over the tokens; the head for the asked positions alone."""
         import torch
 
         whole = keep_float64() if self.model.dtype == torch.float64 else nullcontext()
-        with torch.no_grad(), whole:
+        with torch.no_grad(), whole, self._rounding(rounding):
             output = self.model.model(torch.tensor([tokens]), use_cache=False)
             rows = self.model.lm_head(output.last_hidden_state[0, positions])
         return {"logits": rows.numpy()}
+
+    @contextmanager
+    def _rounding(self, rounding: Rounding | None) -> Iterator[None]:
+        """Round what enters each linear module, as long as the context lasts."""
+        import torch
+
+        def rounded(_: Any, args: tuple[torch.Tensor]) -> torch.Tensor:
+            return ROUND[rounding](args[0])
+
+        linears = [m for m in self.model.modules() if isinstance(m, torch.nn.Linear)]
+        hooks = [m.register_forward_pre_hook(rounded) for m in linears] if rounding else []
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def input_amax(self, prompts: list[list[int]]) -> dict[str, Any]:
         """Forward passes with a look at what enters each linear module."""
@@ -185,6 +210,23 @@ def input_hook(name: str, module: Any, see: Any) -> Any:
             see(f"{name}.{expert}.down_proj", module.act_fn(gate) * up)
 
     return experts if hasattr(module, "gate_up_proj") else linear
+
+
+def round_symmetric(x: torch.Tensor) -> torch.Tensor:
+    """x rounded to multiples of max|x| / 127 of its row."""
+    scale = x.abs().amax(dim=-1, keepdim=True).clamp(min=1e-30) / 127
+    return (x / scale).round() * scale
+
+
+def round_asymmetric(x: torch.Tensor) -> torch.Tensor:
+    """x rounded to 256 levels from its row's least value (0 at most) to its greatest."""
+    low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
+    scale = (high - low).clamp(min=1e-30) / 255
+    zero = (-low / scale).round()
+    return (((x / scale).round() + zero).clamp(0, 255) - zero) * scale
+
+
+ROUND = {"symmetric": round_symmetric, "asymmetric": round_asymmetric}
 
 
 def exact_rotary(config: Any) -> Any:
