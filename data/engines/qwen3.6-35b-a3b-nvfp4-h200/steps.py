@@ -1,0 +1,462 @@
+"""One decode step as a list of kernel launches: for one row, and for up to 32.
+
+The lists are built once; running one queues it on the current stream, where a CUDA graph may
+capture it. The order of kernels is the order of the lines below.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import arguments as c
+from .arguments import fill
+from .cache import PAGE, Cache
+from .config import Config
+from .cuda import Kernels
+from .formats import Matrix
+from .weights import Attention, Gdn, Layer, Weights
+
+MAX_ROWS = 32
+CLUSTER = 4
+PICK_BLOCKS = 64
+TILE = 16
+# Row tiles of a cluster (four blocks) in the batched products; the kernels are compiled for them.
+TILES_PER_CLUSTER = {"in": 24, "qkv": 18, "out": 4, "router": 2}
+WARPS_ALONG_K = {"in": 1, "qkv": 1, "out": 2, "router": 4}
+
+
+def defines(config: Config) -> dict[str, int]:
+    """Sizes for the compiler; ValueError names a size that the kernels cannot serve."""
+    need = {
+        "head_dim": config.head_dim == 256,
+        "linear_key_head_dim": config.key_dim == 128,
+        "linear_value_head_dim": config.value_dim == 128,
+        "num_experts_per_tok": config.top_k == 8,
+        "num_experts": config.experts == 256,
+        "shared_expert_intermediate_size": config.shared_width == config.expert_width,
+        "hidden_size": config.hidden % 1024 == 0,
+        "moe_intermediate_size": config.expert_width % 256 == 0,
+        "vocab_size": config.vocab % 16 == 0,
+        "num_attention_heads": config.attention_width == config.value_width
+        and config.heads // config.kv_heads == 8,
+    }
+    for name, good in need.items():
+        if not good:
+            raise ValueError(f"config.json: {name} has no CUDA kernel; run on device cpu")
+    sizes = {
+        "HIDDEN": config.hidden,
+        "WIDTH": config.expert_width,
+        "EXPERTS": config.experts,
+        "TOP_K": config.top_k,
+        "VOCAB": config.vocab,
+        "KEY_HEADS": config.key_heads,
+        "VALUE_HEADS": config.value_heads,
+        "KEY_DIM": config.key_dim,
+        "VALUE_DIM": config.value_dim,
+        "VALUE_WIDTH": config.value_width,
+        "CONV_WIDTH": config.conv_width,
+        "HEADS": config.heads,
+        "KV_HEADS": config.kv_heads,
+        "HEAD_DIM": config.head_dim,
+        "ROPE_DIM": config.rope_dim,
+    }
+    return sizes | {f"{name.upper()}_TILES": n for name, n in TILES_PER_CLUSTER.items()}
+
+
+@dataclass
+class Launch:
+    """A kernel with everything it needs."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    block: int
+    args: object
+    shared: int = 0
+
+
+class Buffers:
+    """Memory between the kernels of a step, shared by all steps: they never run side by side."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        r = MAX_ROWS
+        make = lambda *shape, dtype=torch.float32: torch.zeros(  # noqa: E731
+            shape, dtype=dtype, device=device
+        )
+        self.ld = max(config.conv_width + config.value_width, config.qkv_width)
+        self.ld_ab = -(-2 * config.value_heads // TILE) * TILE
+        self.ld_router = (config.experts + TILE) // TILE * TILE
+        self.x, self.xn = make(r, config.hidden), make(r, config.hidden, dtype=torch.float16)
+        self.y, self.ab = make(r, self.ld), make(r, self.ld_ab)
+        self.o = make(1, config.value_width)
+        self.mixed = make(r, config.value_width, dtype=torch.float16)
+        self.router = make(r, self.ld_router)
+        per_token = config.top_k + 1
+        self.h = make(r * per_token, config.expert_width, dtype=torch.float16)
+        self.parts = make(r * per_token, config.hidden)
+        self.weights = make(r, per_token)
+        self.units = make(1 + 3 * config.experts, dtype=torch.int32)
+        self.members = make(r * config.top_k, dtype=torch.int32)
+        self.touched = make(1, dtype=torch.int32)
+        self.attention = make(MAX_SPLIT_ROWS, config.heads, config.head_dim)
+        self.stats = make(MAX_SPLIT_ROWS, config.heads, 2)
+        self.logits = make(r, config.vocab)
+        self.pick = make(r, PICK_BLOCKS, 4)
+        self.out = make(2, r, dtype=torch.int32)  # tokens; bits of the log probabilities
+        self.row_slot = make(r, dtype=torch.int32)
+
+
+MAX_SPLIT_ROWS = 128  # attention splits x rows
+
+
+def splits_for(rows: int, pages: int) -> int:
+    """Splits of a sequence's pages: enough blocks for the GPU, no more than pages."""
+    return max(1, min(pages, 32, MAX_SPLIT_ROWS // rows))
+
+
+@dataclass
+class SlotState:
+    """Per-slot device state that kernels read and advance."""
+
+    token: Tensor
+    position: Tensor
+    temperature: Tensor
+    seed: Tensor
+
+
+class Step:
+    """What the two kinds of step share: embedding, attention core, pick."""
+
+    def __init__(
+        self,
+        config: Config,
+        weights: Weights,
+        cache: Cache,
+        buffers: Buffers,
+        slots: SlotState,
+        rope: Tensor,
+        rows: int,
+        multiprocessors: int,
+    ) -> None:
+        self.config, self.weights, self.cache, self.rows = config, weights, cache, rows
+        self.b, self.slots, self.rope, self.sms = buffers, slots, rope, multiprocessors
+        self.launches: list[Launch] = []
+        self._build()
+
+    def run(self, kernels: Kernels) -> None:
+        """Queue the step on the current stream."""
+        for launch in self.launches:
+            kernels[launch.kernel].launch(launch.grid, launch.block, launch.args, launch.shared)
+
+    def _add(self, kernel: str, grid, block: int, args, shared: int = 0) -> None:
+        grid = grid if isinstance(grid, tuple) else (grid,)
+        self.launches.append(Launch(kernel, grid, block, args, shared))
+
+    def _build(self) -> None:
+        self._embed()
+        counts = {Gdn: 0, Attention: 0}
+        for index, layer in enumerate(self.weights.layers):
+            kind = type(layer.mixer)
+            if kind is Gdn:
+                self._gdn(layer, counts[kind])
+            else:
+                self._attention(layer, counts[kind])
+            counts[kind] += 1
+            self._moe(index, layer)
+        self._head()
+        self._pick()
+
+    def _embed(self) -> None:
+        args = fill(
+            c.EmbedArgs,
+            table=self.weights.embedding,
+            row_slot=self.b.row_slot,
+            token=self.slots.token,
+            x=self.b.x,
+        )
+        self._add("embed", self.rows, 256, args)
+
+    def _delta(self, kernel: str, parts: int, mixer: Gdn, index: int) -> None:
+        b = self.b
+        args = fill(
+            c.DeltaArgs,
+            qkv=b.y,
+            ab=b.ab,
+            conv=mixer.conv,
+            a_log=mixer.a_log,
+            dt_bias=mixer.dt_bias,
+            norm=mixer.norm,
+            row_slot=b.row_slot,
+            position=self.slots.position,
+            ring=self.cache.rings[index],
+            state=self.cache.states[index],
+            o=b.o,
+            gated=b.mixed,
+            ld=b.ld,
+            ld_ab=b.ld_ab,
+            eps=self.config.rms_eps,
+        )
+        self._add(kernel, self.rows * self.config.value_heads * parts, 256, args)
+
+    def _attend(self, mixer: Attention, index: int) -> None:
+        b, config = self.b, self.config
+        splits = splits_for(self.rows, self.cache.pages_per_slot)
+        args = fill(
+            c.AttentionArgs,
+            qkv=b.y,
+            q_norm=mixer.q_norm,
+            k_norm=mixer.k_norm,
+            rope=self.rope,
+            row_slot=b.row_slot,
+            position=self.slots.position,
+            page_table=self.cache.page_table,
+            pages=self.cache.pages[index],
+            parts=b.attention,
+            stats=b.stats,
+            out=b.mixed,
+            ld=b.ld,
+            pages_per_slot=self.cache.pages_per_slot,
+            splits=splits,
+            eps=config.rms_eps,
+        )
+        self._add("attention", (splits, config.kv_heads, self.rows), 256, args)
+        self._add("attention_join", (config.heads, self.rows), config.head_dim, args)
+
+    def _pick(self) -> None:
+        args = pick_args(self.b, self.slots, self.b.logits, self.cache.scratch, advance=1)
+        self._add("pick_part", (PICK_BLOCKS, self.rows), 256, args)
+        self._add("pick_final", 1, 32 * self.rows, args)
+
+
+def pick_args(b: Buffers, slots: SlotState, logits: Tensor, scratch: int, advance: int):
+    """Arguments of the two pick kernels; log probabilities are always of b.logits."""
+    return fill(
+        c.PickArgs,
+        logits=logits,
+        model_logits=b.logits,
+        row_slot=b.row_slot,
+        token=slots.token,
+        position=slots.position,
+        temperature=slots.temperature,
+        seed=slots.seed,
+        parts=b.pick,
+        out_token=b.out[0],
+        out_logprob=b.out[1],
+        advance=advance,
+        scratch=scratch,
+    )
+
+
+class SingleStep(Step):
+    """One row: norms are recomputed by every block, routing by every warp; six kernels a layer."""
+
+    def _linear(self, kernel: str, main: Matrix, second: Matrix | None, grid_main: int, **fields):
+        args = fill(
+            c.SingleArgs,
+            weight=main.values,
+            alpha=main.alpha,
+            tiles=main.rows // TILE,
+            grid_main=grid_main,
+            eps=self.config.rms_eps,
+            **fields,
+        )
+        if main.scales is not None:
+            args.scales = main.scales.data_ptr()
+        if second is not None:
+            args.weight16, args.alpha16 = second.values.data_ptr(), second.alpha.data_ptr()
+        self._add(kernel, grid_main + (second.rows // TILE if second else 0), 256, args)
+
+    def _gdn(self, layer: Layer, index: int) -> None:
+        b, mixer = self.b, layer.mixer
+        x = {"x": b.x, "norm": layer.input_norm}
+        grid = self.sms - mixer.ab.rows // TILE
+        self._linear("single_in", mixer.in_proj, mixer.ab, grid, y=b.y, y16=b.ab, **x)
+        self._delta("delta_single", self.config.value_dim // 32, mixer, index)
+        z = b.y[0, self.config.conv_width :]
+        gate = {"x": b.o, "z": z, "norm": mixer.norm}
+        self._linear("single_out_gated", mixer.out, None, mixer.out.rows // TILE, y=b.x, **gate)
+
+    def _attention(self, layer: Layer, index: int) -> None:
+        b, mixer = self.b, layer.mixer
+        x = {"x": b.x, "norm": layer.input_norm}
+        self._linear("single_in", mixer.qkv, None, self.sms, y=b.y, **x)
+        self._attend(mixer, index)
+        out = mixer.out
+        self._linear("single_out_raw", out, None, out.rows // TILE, y=b.x, half_x=b.mixed)
+
+    def _moe(self, index: int, layer: Layer) -> None:
+        b, moe, config = self.b, layer.moe, self.config
+        x = {"x": b.x, "norm": layer.post_norm}
+        shared = moe.shared_gate_up
+        grid = shared.rows // TILE
+        self._linear("single_router", shared, moe.router, grid, y16=b.router, h=b.h, **x)
+        common = {"logits": b.router, "h": b.h, "eps": config.rms_eps, **x}
+        up = fill(
+            c.ExpertArgs,
+            weight=moe.gate_up.values,
+            scales=moe.gate_up.scales,
+            alpha=moe.gate_up.alpha,
+            **common,
+        )
+        self._add("single_gate_up", config.top_k * config.expert_width // 8 // 4, 256, up)
+        down = fill(
+            c.ExpertArgs,
+            weight=moe.down.values,
+            scales=moe.down.scales,
+            alpha=moe.down.alpha,
+            shared_weight=moe.shared_down.values,
+            shared_scales=moe.shared_down.scales,
+            shared_alpha=moe.shared_down.alpha,
+            **common,
+        )
+        self._add("single_down", config.hidden // TILE, 32 * (config.top_k + 1), down)
+
+    def _head(self) -> None:
+        head, b = self.weights.head, self.b
+        args = fill(
+            c.SingleArgs,
+            weight=head.values,
+            scales=head.scales,
+            alpha=head.alpha,
+            x=b.x,
+            norm=self.weights.final_norm,
+            y=b.logits,
+            tiles=head.rows // TILE,
+            eps=self.config.rms_eps,
+        )
+        self._add("single_head", 2 * self.sms, 256, args)
+
+
+class BatchedStep(Step):
+    """Two to 32 rows: products in clusters, routing listed once, norms with the combine."""
+
+    @property
+    def column_tiles(self) -> int:
+        return 1 if self.rows <= 8 else 2 if self.rows <= 16 else 4
+
+    def _linear(self, kind: str, main: Matrix, second: Matrix | None = None, **fields) -> None:
+        per, nt = TILES_PER_CLUSTER[kind], self.column_tiles
+        clusters = [-(-m.rows // TILE // per) if m else 0 for m in (main, second)]
+        args = fill(
+            c.BatchArgs,
+            weight=main.values,
+            alpha=main.alpha,
+            tiles=main.rows // TILE,
+            clusters_main=clusters[0],
+            **fields,
+        )
+        if main.scales is not None:
+            args.scales = main.scales.data_ptr()
+        if second is not None:
+            args.weight16, args.alpha16 = second.values.data_ptr(), second.alpha.data_ptr()
+            args.tiles16, args.ld16 = second.rows // TILE, second.rows
+        shared = nt * 8 * (main.cols // CLUSTER + 16) * 2
+        shared += per * WARPS_ALONG_K[kind] * TILE * (nt * 8 + 1) * 4
+        self._add(f"batched_{kind}_{nt}", CLUSTER * sum(clusters), 256, args, shared)
+
+    def _norm(self, norm: Tensor, parts: bool) -> None:
+        b = self.b
+        args = fill(
+            c.NormArgs,
+            x=b.x,
+            parts=b.parts if parts else 0,
+            weights=b.weights,
+            norm=norm,
+            row_slot=b.row_slot,
+            xn=b.xn,
+            scratch=self.cache.scratch,
+            eps=self.config.rms_eps,
+        )
+        self._add("combine_norm", self.rows, 256, args)
+
+    def _embed(self) -> None:
+        super()._embed()
+        self._norm(self.weights.layers[0].input_norm, parts=False)
+
+    def _gdn(self, layer: Layer, index: int) -> None:
+        b, mixer = self.b, layer.mixer
+        self._linear("in", mixer.in_proj, mixer.ab, x=b.xn, y=b.y, ld=b.ld, y16=b.ab)
+        self._delta("delta_batched", 1, mixer, index)
+        self._linear("out", mixer.out, x=b.mixed, y=b.x, ld=self.config.hidden)
+
+    def _attention(self, layer: Layer, index: int) -> None:
+        b, mixer = self.b, layer.mixer
+        self._linear("qkv", mixer.qkv, x=b.xn, y=b.y, ld=b.ld)
+        self._attend(mixer, index)
+        self._linear("out", mixer.out, x=b.mixed, y=b.x, ld=self.config.hidden)
+
+    def _moe(self, index: int, layer: Layer) -> None:
+        b, moe = self.b, layer.moe
+        self._norm(layer.post_norm, parts=False)
+        self._linear("router", moe.shared_gate_up, moe.router, x=b.xn, y16=b.router, h=b.h)
+        route = fill(
+            c.RouteArgs,
+            logits=b.router,
+            row_slot=b.row_slot,
+            weights=b.weights,
+            units=b.units,
+            members=b.members,
+            touched_sum=b.touched,
+            rows=self.rows,
+            scratch=self.cache.scratch,
+        )
+        self._add("route", 1, 1024, route)
+        lists = {"units": b.units, "members": b.members, "x": b.xn, "h": b.h, "out": b.parts}
+        up, down = moe_args(moe, lists, self.rows, shared=True)
+        self._add("moe_gate_up", 2 * self.sms, 256, up)
+        self._add("moe_down", 2 * self.sms, 256, down)
+        following = self.weights.layers[index + 1 :]
+        norm = following[0].input_norm if following else self.weights.final_norm
+        self._norm(norm, parts=True)
+
+    def _head(self) -> None:
+        head, b, nt = self.weights.head, self.b, self.column_tiles
+        args = fill(
+            c.BatchArgs,
+            weight=head.values,
+            scales=head.scales,
+            alpha=head.alpha,
+            x=b.xn,
+            y=b.logits,
+            ld=self.config.vocab,
+            tiles=head.rows // TILE,
+        )
+        shared = nt * 8 * (self.config.hidden + 16) * 2
+        self._add(f"head_{nt}", self.sms, 512, args, shared)
+
+
+def moe_args(moe, lists: dict, rows: int, shared: bool):
+    """Arguments of moe_gate_up and moe_down; without `shared`, row TOP_K of `out` is the caller's."""
+    up = fill(
+        c.MoeArgs,
+        weight=moe.gate_up.values,
+        scales=moe.gate_up.scales,
+        alpha=moe.gate_up.alpha,
+        rows=rows,
+        **lists,
+    )
+    down = fill(
+        c.MoeArgs,
+        weight=moe.down.values,
+        scales=moe.down.scales,
+        alpha=moe.down.alpha,
+        rows=rows,
+        **lists,
+    )
+    if shared:
+        down.shared_weight = moe.shared_down.values.data_ptr()
+        down.shared_scales = moe.shared_down.scales.data_ptr()
+        down.shared_alpha = moe.shared_down.alpha.data_ptr()
+    return up, down
+
+
+def rope_table(config: Config, positions: int, device: torch.device) -> Tensor:
+    """Cosines and sines [positions, rope_dim / 2, 2], angles formed in float64."""
+    half = torch.arange(0, config.rope_dim, 2, dtype=torch.float64) / config.rope_dim
+    angle = torch.arange(positions, dtype=torch.float64)[:, None] * config.rope_theta**-half
+    return torch.stack((angle.cos(), angle.sin()), -1).float().to(device)
+
+
+def context_positions(cache: Cache) -> int:
+    """Positions a slot can hold."""
+    return cache.pages_per_slot * PAGE
