@@ -7,7 +7,7 @@ from typing import Self
 
 PAGE = 64  # tokens behind one KV page
 MAX_BATCH = 32  # rows of the decode products
-GRANULES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128}
+GRANULES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128, "vocab_size": 4}
 
 
 @dataclass(frozen=True)

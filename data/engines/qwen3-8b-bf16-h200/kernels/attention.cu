@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     copy_commit();
   };
-  for (int i = 0; i < STAGES - 1; ++i) start(i);
+  for (int i = 0; i < STAGES; ++i) start(i);
   if (pages <= STAGES) let_next_kernel_start();  // later, the next kernel's weights would compete with these pages
   wait_for_previous_kernel();
 
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int i = 0; i < pages; ++i) {
     int page = rank + i * SPLITS;
     u32 stage = (i % STAGES) * STAGE_BYTES;
-    copy_wait<STAGES - 2>();
+    copy_wait<STAGES - 1>();
     __syncthreads();
     if (page == last_page) {
       u32 at = stage + swizzled<ROW_BYTES>(position % PAGE, threadIdx.x / 8) + (threadIdx.x % 8) * 2;
@@ -148,10 +148,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       *(u16*)(memory + at + PAGE_BYTES) = fresh[1][threadIdx.x];
       __syncthreads();
     }
-    start(i + STAGES - 1);
-    if (i + STAGES + 1 == pages) let_next_kernel_start();
     int token = warp * 16;
     if (page * PAGE + token <= position) attend(state, q, ring + stage, token, page * PAGE + token, position, scale_log2);
+    if (i + STAGES < pages) {
+      __syncthreads();
+      start(i + STAGES);
+      if (i + STAGES + 1 == pages) let_next_kernel_start();
+    } else {
+      copy_commit();
+    }
   }
 
   // Four warps into one: out, max and sum of this block.

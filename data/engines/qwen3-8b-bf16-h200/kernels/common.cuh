@@ -12,10 +12,6 @@ DEVICE void copy_async(u32 to, const void* from, int bytes = 16) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");
 }
-// Asks for `bytes` (a multiple of 16) to be brought into L2.
-DEVICE void prefetch_l2(const void* from, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
 DEVICE void copy_wait() {
@@ -38,6 +34,17 @@ DEVICE float load_from_rank(const float* p, int rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
   return value;
+}
+
+DEVICE float4 load_from_rank(const float4* p, int rank) {
+  u32 address;
+  float4 v;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
+  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
 }
 
 DEVICE void load_matrix_x4(u32 (&r)[4], u32 address) {

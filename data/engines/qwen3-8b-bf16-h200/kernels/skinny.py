@@ -22,7 +22,6 @@ class Shape:
     wk: int
     cluster: int = 1
     passes: int = 1
-    ahead: int = 0
     lead: int = 0
 
 
@@ -41,24 +40,27 @@ SHAPES = {
 
 
 @functools.cache
-def _kernel(mode: int, k: int, groups: int, shape: Shape) -> CudaKernel:
+def _kernel(mode: int, k: int, tokens: int, shape: Shape) -> CudaKernel:
     defines = {name.upper(): value for name, value in asdict(shape).items()}
-    shared = shape.stages * (shape.rows + groups * 8) * shape.bk * 2
+    shared = shape.stages * (shape.rows + tokens) * shape.bk * 2
     if shape.passes > 1:
-        shared += shape.wk * groups * 8 * (shape.rows + 4) * 4
-    defines |= {"MODE": mode, "K": k, "NT": groups}
+        shared += shape.wk * max(8, tokens) * (shape.rows + 4) * 4
+    defines |= {"MODE": mode, "K": k, "TOKENS": tokens}
     return CudaKernel("skinny.cu", "skinny", defines, 32 * shape.wr * shape.wk, shared, shape.cluster)
+
+
+def _padded(tokens: int) -> int:
+    return 1 << (tokens - 1).bit_length()
 
 
 def launch(mode: int, shape: Shape, n: int, k: int, tokens: int, *arguments) -> None:
     """`n` rows of the weight matrix, the gate and up of MODE_SILU counted apart."""
-    groups = 1 if tokens <= 8 else 2 if tokens <= 16 else 4
     blocks = -(-n // (shape.rows * shape.passes)) * shape.cluster
-    _kernel(mode, k, groups, shape)((blocks, 1, 1), *arguments)
+    _kernel(mode, k, _padded(tokens), shape)((blocks, 1, 1), *arguments)
 
 
 def _shape(operator: str, tokens: int) -> Shape:
-    return SHAPES[operator][1 if tokens <= 8 else 2 if tokens <= 16 else 4]
+    return SHAPES[operator][max(1, _padded(tokens) // 8)]
 
 
 def _empty(like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
