@@ -6,6 +6,7 @@ record even after a divergence, so that every divergence is found, not the first
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel
 
 from metainfer_lab.agent.budget import Budget
-from metainfer_lab.agent.editor import ToolError
-from metainfer_lab.agent.loop import Loop, Stopped
+from metainfer_lab.agent.loop import Loop, Stopped, rebuild
 from metainfer_lab.agent.phases import ADOPTED, Phase, adopted_phase, phases
 from metainfer_lab.agent.providers import ReplayTransport, client
-from metainfer_lab.agent.tools import EDITOR, REMOVE, Judge, Result, Tools
+from metainfer_lab.agent.tools import EDITOR, REMOVE, Judge, Result, Tools, real_judge
 from metainfer_lab.agent.transcript import FILE, Block, Judgement, Line, Transcript
 from metainfer_lab.errors import InputError
-from metainfer_lab.skills import load_skills
 from metainfer_lab.spec import Spec
 
 if TYPE_CHECKING:
@@ -77,7 +76,6 @@ class ReplayTools(Tools):
     """
 
     recorded: list[Line] = field(default_factory=list)
-    chosen: Sequence[str] = ()
     report: Report = field(default_factory=lambda: Report(run="", phases=[]))
     folder: Path = Path()
 
@@ -86,7 +84,7 @@ class ReplayTools(Tools):
         if block["name"] in (EDITOR, REMOVE):
             return super().call(block, phase)
         answer, judgement = self._recorded(block)
-        if phase.name in self.chosen:
+        if phase.name in self.report.phases:
             result = super().call(block, phase)
             if result.judgement is None and judgement is None:
                 return result
@@ -106,14 +104,12 @@ class ReplayTools(Tools):
         then, found = self._outcomes(self.folder, before), self._outcomes(self.verdicts, now)
         for gate in sorted((then | found).keys() - MACHINE_BOUND):
             if then.get(gate) != found.get(gate):
-                self._diverged(
+                self.diverged(
                     phase.name, "verdict", f"{gate} {then.get(gate)}", f"{gate} {found.get(gate)}"
                 )
 
     def _outcomes(self, folder: Path, judgement: Judgement | None) -> dict[str, str]:
         """Gate -> status of a stored verdict; one entry for gates that could not even start."""
-        import json
-
         if judgement is None or judgement.file is None:
             return {"start": "refused" if judgement else "absent"}
         verdict = json.loads((folder / judgement.file).read_text())
@@ -136,9 +132,10 @@ class ReplayTools(Tools):
         self.report.turns += line.author == "assistant"
         then = self.recorded[line.n]
         if line.tree != then.tree:
-            self._diverged(line.phase, "tree", then.tree[:12], line.tree[:12])
+            self.diverged(line.phase, "tree", then.tree[:12], line.tree[:12])
 
-    def _diverged(self, phase: str, kind: Any, recorded: str, found: str) -> None:
+    def diverged(self, phase: str, kind: Any, recorded: str, found: str) -> None:
+        """Note that something came out another way, and say so at once."""
         divergence = Divergence(
             turn=self.report.turns, phase=phase, kind=kind, recorded=recorded, found=found
         )
@@ -158,56 +155,48 @@ def replay(
     A divergence is another tree after a turn, another outcome of a gate (speed apart), or a record
     whose chain is broken. InputError for a phase that the run does not have.
     """
-    from metainfer_lab.agent.generation import NOT_STATED, checkpoint_of, say_plainly
-    from metainfer_lab.agent.tools import measured, real_judge
+    from metainfer_lab.agent.generation import say_plainly
 
-    spec, lines = run.spec, run.transcript.lines
-    names = list(dict.fromkeys(line.phase for line in lines))
+    names = list(dict.fromkeys(line.phase for line in run.transcript.lines))
     wanted = names if chosen is None else list(chosen)
     if unknown := set(wanted) - set(names):
         raise InputError(f"phases: run {run.id} has no {min(unknown)!r}; it has {', '.join(names)}")
-    judge, say = judge or real_judge(spec), on_event or say_plainly
-    report = Report(run=run.id, phases=wanted)
+    report, say = Report(run=run.id, phases=wanted), on_event or say_plainly
     with tempfile.TemporaryDirectory(prefix="replay-") as scratch:
         home = Path(scratch).resolve()
-        tools = ReplayTools(
-            engine=home / "engine",
-            verdicts=home / "verdicts",
-            skills=load_skills(),
-            judge=judge,
-            measure=measured,
-            say=say,
-            checkpoint=lambda: checkpoint_of(spec),
-            names={home: "<run>"},
-            recorded=lines,
-            chosen=wanted,
-            report=report,
-            folder=run.folder / "verdicts",
-        )
-        transcript = Transcript(home / FILE, writable=True)
-        transport = ReplayTransport(
-            [line for line in lines if line.author == "assistant"],
-            lambda: len(transcript.replies()),
-        )
-        loop = Loop(
-            spec=spec,
-            run_id=run.id,
-            phases=_phases(spec, judge, names),
-            transcript=transcript,
-            tools=tools,
-            client=client(transport),
-            model=run.info.model or NOT_STATED,
-            effort=None,
-            budget=Budget(turns=len(lines) + 1, attempts=len(lines) + 1),
-            say=say,
-            after=tools.compare_line,
-        )
-        broken = run.transcript.broken_link()
-        if broken is not None:
-            tools._diverged(lines[broken].phase, "record", "a whole chain", f"broken at {broken}")
-        _follow(loop, len(lines))
+        loop = _loop(run, report, home, judge or real_judge(run.spec), say)
+        _follow(loop, len(run.transcript.lines))
     say(str(report))
     return report
+
+
+def _loop(run: Run, report: Report, home: Path, judge: Judge, say: Callable[[str], None]) -> Loop:
+    """The loop that made the record, over a transport that gives the recorded replies."""
+    from metainfer_lab.agent.generation import NOT_STATED, tools_of
+
+    record, transcript = run.transcript, Transcript(home / FILE, writable=True)
+    lines = record.lines
+    tools = ReplayTools(
+        **vars(tools_of(run.spec, home, judge, say)),
+        recorded=lines,
+        report=report,
+        folder=run.folder / "verdicts",
+    )
+    if (broken := record.broken_link()) is not None:
+        tools.diverged(lines[broken].phase, "record", "a whole chain", f"broken at line {broken}")
+    return Loop(
+        spec=run.spec,
+        run_id=run.id,
+        phases=_phases(run.spec, judge, list(dict.fromkeys(line.phase for line in lines))),
+        transcript=transcript,
+        tools=tools,
+        client=client(ReplayTransport(record.replies(), lambda: len(transcript.replies()))),
+        model=run.info.model or NOT_STATED,
+        effort=None,
+        budget=Budget(turns=len(lines) + 1, attempts=len(lines) + 1),
+        say=say,
+        after=tools.compare_line,
+    )
 
 
 def _phases(spec: Spec, judge: Judge, names: list[str]) -> list[Phase]:
@@ -219,12 +208,10 @@ def _phases(spec: Spec, judge: Judge, names: list[str]) -> list[Phase]:
 
 def _follow(loop: Loop, length: int) -> None:
     """Step until the transcript is as long as the record."""
-    from metainfer_lab.agent.loop import rebuild
-
     rebuild([], loop.tools.engine)
     while len(loop.transcript.lines) < length:
         try:
             if not loop.step():
                 return
-        except (Stopped, ToolError):
+        except Stopped:
             return
