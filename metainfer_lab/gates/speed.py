@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+
+import psutil
 
 from metainfer_lab.bench.compare import Measurement, floors, measure, summary
 from metainfer_lab.bench.timing import Sample, spread
@@ -14,6 +17,10 @@ from metainfer_lab.live import Silent
 from metainfer_lab.spec import Goals
 
 CHECKED_SHARE = 0.1
+# A rival whose 80th percentile is this many times its 20th was not alone on the machine.
+BUSY = 1.5
+# Share of all processors that others may use when the clock starts, and how long it may take.
+QUIET_PERCENT, PATIENCE_S = 30, 60
 
 
 def speed(trial: Trial) -> None:
@@ -29,10 +36,14 @@ def speed(trial: Trial) -> None:
     checkpoint = trial.real()
     if checkpoint is None:
         raise NotJudged(f"checkpoint {trial.spec.checkpoint.source} is not on this machine")
+    if not _quiet():
+        raise NotJudged(f"other processes kept the machine busy for {PATIENCE_S} s")
     with Engine(trial.folder, trial.spec, trial.sandbox) as engine:
         trial.level = engine.process.level
         measured = measure(engine, live=Silent())
     trial.findings.note = summary(measured)
+    if busy := _busy(measured):
+        raise NotJudged(f"{busy}; {summary(measured)}")
     _hold_to_goals(measured, trial.spec.goals, trial.findings)
     for run, sample in enumerate(measured.samples[measured.engine], 1):
         _check_tokens(trial, checkpoint, sample, f"timed run {run}")
@@ -50,6 +61,24 @@ def _other_machine(trial: Trial) -> str | None:
     title, here = Hardware.load(hardware).name, torch.cuda.get_device_name()
     same = title.lower() in here.lower()
     return None if same else f"the goals are for {hardware}; this is {here}"
+
+
+def _quiet() -> bool:
+    """Wait until others leave the processors alone; False when they do not."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (busy := psutil.cpu_percent(interval=1.0)) > QUIET_PERCENT:
+        if time.monotonic() > deadline:
+            return False
+    return busy <= QUIET_PERCENT
+
+
+def _busy(measured: Measurement) -> str | None:
+    """Whether something else was at work; told by the rivals, while the engine stood still."""
+    for rival in measured.rivals:
+        rates = spread(measured.rates(rival))
+        if rates.p80 > BUSY * rates.p20:
+            return f"the machine was busy: {rival} ran at {rates.p20:.3g} to {rates.p80:.3g} tok/s"
+    return None
 
 
 def _hold_to_goals(measured: Measurement, goals: Goals, findings: Findings) -> None:
