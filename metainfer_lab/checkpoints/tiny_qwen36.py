@@ -62,8 +62,8 @@ def tiny_qwen36(
 
 def tiny_config(text: Mapping[str, Any], *, wrapped: bool) -> dict[str, Any]:
     """config.json of given text dimensions: the text model's own, or that of the multimodal one."""
-    inner = dict(text)
-    layers, rotary = inner["num_hidden_layers"], inner["head_dim"] // 4
+    inner, rotary = dict(text), text["head_dim"] // 4
+    kinds = inner.get("layer_types") or [PATTERN[i % 4] for i in range(inner["num_hidden_layers"])]
     heights = rotary // 6  # rotary pairs of the image axes; for text all axes are equal
     config = {
         "architectures": ["Qwen3_5MoeForCausalLM"],
@@ -72,7 +72,6 @@ def tiny_config(text: Mapping[str, Any], *, wrapped: bool) -> dict[str, Any]:
         "attention_bias": False,
         "attn_output_gate": True,
         "full_attention_interval": 4,
-        "layer_types": [PATTERN[layer % 4] for layer in range(layers)],
         "mamba_ssm_dtype": "float32",
         "mtp_num_hidden_layers": int(wrapped),
         "rope_parameters": {
@@ -87,6 +86,8 @@ def tiny_config(text: Mapping[str, Any], *, wrapped: bool) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "dtype": "float32",
         **inner,
+        "layer_types": list(kinds),
+        "num_hidden_layers": len(kinds),
     }
     return _wrapped(config) if wrapped else config
 

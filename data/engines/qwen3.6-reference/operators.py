@@ -91,7 +91,8 @@ def gated_delta_rule(
     group = v.shape[1] // k.shape[1]
     queries = _unit(q).repeat_interleave(group, dim=1) / math.sqrt(q.shape[2])
     keys = _unit(k).repeat_interleave(group, dim=1)
-    values, outputs = _wide(v), []
+    values, g, beta, state = _wide(v), _wide(g), _wide(beta), _wide(state)
+    outputs = []
     for t in range(v.shape[0]):
         state = state * g[t].exp()[:, None, None]
         error = values[t] - torch.einsum("hkv,hk->hv", state, keys[t])
