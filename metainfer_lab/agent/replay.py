@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,11 +17,12 @@ from pydantic import BaseModel
 
 from metainfer_lab.agent.budget import Budget
 from metainfer_lab.agent.loop import Loop, Stopped, rebuild
-from metainfer_lab.agent.phases import ADOPTED, Phase, adopted_phase, phases
+from metainfer_lab.agent.phases import Phase
 from metainfer_lab.agent.providers import ReplayTransport, client
 from metainfer_lab.agent.tools import EDITOR, REMOVE, Judge, Result, Tools, real_judge
 from metainfer_lab.agent.transcript import FILE, Block, Judgement, Line, Transcript
 from metainfer_lab.errors import InputError
+from metainfer_lab.skills import route
 from metainfer_lab.spec import Spec
 
 if TYPE_CHECKING:
@@ -85,11 +86,16 @@ class ReplayTools(Tools):
             return super().call(block, phase)
         answer, judgement = self._recorded(block)
         if phase.name in self.report.phases:
-            result = super().call(block, phase)
+            result = self._again(block, phase, judgement)
             if result.judgement is None and judgement is None:
                 return result
             self._compare(phase, judgement, result.judgement)
         return Result(answer["content"], answer.get("is_error", False), judgement)
+
+    def _again(self, block: Block, phase: Phase, judgement: Judgement | None) -> Result:
+        """The call for real; a submission asks the gates that it asked when it was recorded."""
+        then = replace(phase, gates=tuple(judgement.gates)) if judgement else phase
+        return super().call(block, then)
 
     def _recorded(self, block: Block) -> tuple[Block, Judgement | None]:
         """The recorded result of a call, and the judgement that came with it."""
@@ -187,7 +193,7 @@ def _loop(run: Run, report: Report, home: Path, judge: Judge, say: Callable[[str
     return Loop(
         spec=run.spec,
         run_id=run.id,
-        phases=_phases(run.spec, judge, list(dict.fromkeys(line.phase for line in lines))),
+        phases=_phases(run.spec, lines),
         transcript=transcript,
         tools=tools,
         client=client(ReplayTransport(record.replies(), lambda: len(transcript.replies()))),
@@ -199,11 +205,14 @@ def _loop(run: Run, report: Report, home: Path, judge: Judge, say: Callable[[str
     )
 
 
-def _phases(spec: Spec, judge: Judge, names: list[str]) -> list[Phase]:
-    """The phases that a record went through, as the spec and the gates of today define them."""
-    if names == [ADOPTED]:
-        return [adopted_phase(judge.gates)]
-    return [phase for phase in phases(spec, judge.gates) if phase.name in names]
+def _phases(spec: Spec, lines: Sequence[Line]) -> list[Phase]:
+    """The phases that a record went through, ended by the gates that it was ended by then."""
+    gates = {line.phase: () for line in lines}
+    gates |= {line.phase: tuple(line.submission.gates) for line in lines if line.submission}
+    return [
+        Phase(name, "", tuple(skill.name for skill in route(spec, name)), own, ())
+        for name, own in gates.items()
+    ]
 
 
 def _follow(loop: Loop, length: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ def row(number: int, asked: Line, reply: Line, results: Line | None) -> list[Any
         reply.seconds + (results.seconds if results else 0.0),
         reply.phase,
         reply.attempt,
-        ", ".join(call["name"] for call in reply.calls),
+        _counted(call["name"] for call in reply.calls),
         ", ".join(dict.fromkeys(gate for j in judged for gate in j.gates)),
         all(j.passed for j in judged) if judged else None,
         any(j.submission for j in judged),
@@ -34,6 +36,11 @@ def row(number: int, asked: Line, reply: Line, results: Line | None) -> list[Any
         usage.get("output_tokens"),
         (results or reply).tree,
     ]
+
+
+def _counted(names: Iterable[str]) -> str:
+    counts = Counter(names)
+    return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts.items())
 
 
 def _changed(reply: Line) -> tuple[int, int]:
