@@ -79,15 +79,15 @@ def _typed(name: str, kind: Any, value: object) -> object:
         raise InputError(f"parameter {name!r}: {value!r} is no {wanted}") from None
 
 
-def title_of(cell: NotebookNode, notebook: NotebookNode) -> str:
-    """The heading above a cell (told by its id, since injected cells shift the indices)."""
-    title = "parameters"
+def title_of(cell: NotebookNode, notebook: NotebookNode) -> str | None:
+    """The heading above a cell, told by its id; None for a cell that is not the notebook's own."""
+    title = ""
     for other in notebook.cells:
         if other.get("id") == cell.get("id"):
             return title
         if other.cell_type == "markdown" and other.source.startswith("#"):
             title = other.source.splitlines()[0].lstrip("# ")
-    return "parameters of this run"
+    return None
 
 
 def error_outputs(notebook: NotebookNode) -> list[str]:

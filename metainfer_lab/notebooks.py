@@ -315,19 +315,23 @@ def main(arguments: list[str]) -> int:
     import papermill
 
     job, report_fd = json.loads(arguments[0]), int(arguments[1])
-    notebook, begun = read_notebook(Path(job["input"])), [0.0]
+    notebook, state = read_notebook(Path(job["input"])), {"title": "", "begun": 0.0}
 
     def report(**message: object) -> None:
         os.write(report_fd, (json.dumps(message) + "\n").encode())
 
     def on_cell_execute(cell: Any, cell_index: int) -> None:
         title = title_of(cell, notebook)
-        print(f"\n[{Path(job['input']).stem}] {title}", flush=True)
-        begun[0] = time.monotonic()
+        if title is None:  # papermill's own cell with the parameters
+            return
+        if title != state["title"]:
+            print(f"\n[{Path(job['input']).stem}] {title}", flush=True)
+        state.update(title=title, begun=time.monotonic())
         report(cell={"index": cell_index, "title": title})
 
     def on_cell_executed(cell: Any, cell_index: int, execute_reply: object) -> None:
-        report(seconds=round(time.monotonic() - begun[0], 2))
+        if title_of(cell, notebook) is not None:
+            report(seconds=round(time.monotonic() - state["begun"], 2))
 
     try:
         papermill.execute_notebook(

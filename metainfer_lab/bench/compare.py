@@ -273,12 +273,16 @@ def _plan_of(measured: Measurement, name: str) -> Plan:
 
 
 def floors(planned: Plan, workload: Workload) -> dict[str, float]:
-    """Floor of each metric at nominal rates: the most a rate can be, the least a time can be.
+    """Floor of each metric: the most a rate can be, the least a time can be; tok/s and ms.
 
-    A decode step holds the workload's mean context; ms and tok/s.
+    A decode step holds the workload's mean context. On a GPU at nominal rates, which nothing
+    passes; on a CPU, which has no data sheet that helps, at the rates measured on it.
     """
-    rate = planned.floor_tok_s(workload.concurrency, round(workload.mean_context))
-    first, step = planned.floor_ttft_ms(workload.prompt_len), 1e3 * workload.concurrency / rate
+    kind = "nominal" if planned.hardware.is_gpu else "planning"
+    context = round(workload.mean_context)
+    rate = planned.floor_tok_s(workload.concurrency, context, kind=kind)
+    first = planned.floor_ttft_ms(workload.prompt_len, kind)
+    step = 1e3 * workload.concurrency / rate
     whole = first + (workload.output_len - 1) * step
     return {
         "ttft_ms": first,
