@@ -9,11 +9,16 @@ import time
 BATCH = "METAINFER_LAB_BATCH"
 
 
-def in_notebook() -> bool:
-    """Whether output goes to a notebook that somebody looks at: IPython's kernel, not a batch."""
+def in_kernel() -> bool:
+    """Whether this process is a notebook's kernel."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
-    return hasattr(shell, "kernel") and os.environ.get(BATCH) != "1"
+    return hasattr(shell, "kernel")
+
+
+def in_notebook() -> bool:
+    """Whether output goes to a notebook that somebody looks at: a kernel, not in batch."""
+    return in_kernel() and os.environ.get(BATCH) != "1"
 
 
 class Silent:
@@ -52,7 +57,8 @@ class Live:
 
     def _print(self, text: str) -> None:
         self.last = time.monotonic()
-        print(text, flush=True)
+        # a command's stdout may be JSON; a kernel's stderr would look like trouble
+        print(text, file=sys.stdout if in_kernel() else sys.stderr, flush=True)
 
     def _show(self, text: str) -> None:
         from IPython.display import display

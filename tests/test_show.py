@@ -156,4 +156,7 @@ def test_progress_is_plain_lines_in_batch(capsys, monkeypatch):
     line.update("first")
     line.update("too soon")
     line.close("last")
-    assert capsys.readouterr().out == "first\nlast\n"
+    assert capsys.readouterr() == ("", "first\nlast\n")
+    monkeypatch.setattr(live, "in_kernel", lambda: True)
+    live.Live().close("in a kernel")
+    assert capsys.readouterr() == ("in a kernel\n", "")
