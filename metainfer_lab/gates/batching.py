@@ -54,9 +54,9 @@ def batching(trial: Trial) -> None:
     trial.findings.case()
     if first.results != second.results:
         trial.findings.fail("the same calls twice", _difference(first.results, second.results))
-    if trial.tolerance().exact_text:
+    if trial.exact_text:
         _same_alone(trial, first, alone, cancelled)
-    oracle = trial.oracle(checkpoint)
+    ask = trial.ask(checkpoint)
     for i in range(REQUESTS):
         if i in cancelled and not first.answer(i):
             continue
@@ -66,8 +66,7 @@ def batching(trial: Trial) -> None:
             prompts[i],
             params[i],
             first.answer(i),
-            oracle,
-            trial.tolerance(),
+            ask,
         )
     _hostile(trial)
 
@@ -195,8 +194,8 @@ def _hostile(trial: Trial) -> None:
             engine.submit([poison] * 70, hostile)
             ids.append(engine.submit(victim, params))
         results = engine.finish()
-    oracle = trial.oracle(sound)
+    ask = trial.ask(sound)
     for i, victim in enumerate(victims):
         answer = text_of(results, ids[i])
         case = f"victim {i} beside neighbours that compute NaN"
-        judge_text(trial.findings, case, victim, params, answer, oracle, trial.tolerance())
+        judge_text(trial.findings, case, victim, params, answer, ask)

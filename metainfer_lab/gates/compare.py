@@ -3,14 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from metainfer_lab.engine import StepResult
-from metainfer_lab.gates.tolerances import Tolerance
+from metainfer_lab.gates.tolerances import LEAST_ROWS, Allowance, Depth, calibrated, fixed
 from metainfer_lab.gates.verdict import Findings
 from metainfer_lab.oracle import Oracle
+
+# Parameters under which a greedy token need not be the likeliest of the model's own distribution.
+ADJUSTING = {"logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty"}
+ADJUSTING |= {"min_tokens"}
+
+
+class Truth(NamedTuple):
+    """The oracle's logits [rows, V] in float64 and what an engine may differ from them by."""
+
+    logits: np.ndarray
+    allowed: Allowance
+
+
+Ask = Callable[[Sequence[int], Sequence[int]], Truth]  # of tokens and positions
+
+
+def fixed_truth(
+    oracle: Oracle, activations: str, depth: Depth, tokens: Sequence[int], positions: Sequence[int]
+) -> Truth:
+    """The oracle's answer with the table's tolerances."""
+    return Truth(oracle.logits(tokens, positions), fixed(activations, depth, len(positions)))
+
+
+def calibrated_truth(oracle: Oracle, tokens: Sequence[int], positions: Sequence[int]) -> Truth:
+    """The oracle's answer with tolerances from its own answers under rounded activations."""
+    logits = oracle.logits(tokens, positions)
+    rounded = [
+        oracle.logits(tokens, positions, "symmetric"),
+        oracle.logits(tokens, positions, "asymmetric"),
+    ]
+    errors = (
+        np.max([measure(other, logits) for other in rounded], axis=0)
+        for measure in (relative_l2, kl_divergence, _rms_logprob)
+    )
+    return Truth(logits, calibrated(*errors))
 
 
 def relative_l2(got: np.ndarray, want: np.ndarray) -> np.ndarray:
@@ -31,13 +66,22 @@ def kl_divergence(got: np.ndarray, want: np.ndarray) -> np.ndarray:
     return (np.exp(p) * (p - q)).sum(axis=-1)
 
 
+def _rms_logprob(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+    return np.sqrt(np.square(log_softmax(got) - log_softmax(want)).mean(axis=-1))
+
+
+def margins(logits: np.ndarray) -> np.ndarray:
+    """Per row, the distance from the greatest logit to the next; [rows]."""
+    top = np.partition(logits, -2, axis=-1)[:, -2:]
+    return top[:, 1] - top[:, 0]
+
+
 def compare_logits(
     findings: Findings,
     case: str,
     got: np.ndarray,
-    want: np.ndarray,
+    truth: Truth,
     positions: Sequence[int],
-    allowed: Tolerance,
     layer: Callable[[], str | None] = lambda: None,
 ) -> bool:
     """Shape, dtype and finiteness first, then relative L2, KL and the likeliest token.
@@ -45,6 +89,7 @@ def compare_logits(
     layer: called once on failure, to find the first part that departs.
     """
     findings.case()
+    want, allowed = truth
     if got.shape != want.shape or got.dtype != np.float32:
         shape = f"{got.dtype} {list(got.shape)}, not float32 {list(want.shape)}"
         findings.fail(case, f"score returned {shape}")
@@ -54,55 +99,55 @@ def compare_logits(
         findings.fail(case, "logits are not finite", position=positions[row], layer=layer())
         return False
     errors = relative_l2(got, want)
-    beyond = np.flatnonzero(~(errors <= allowed.l2_max))
-    row = int(min(beyond, key=lambda i: positions[i])) if beyond.size else int(errors.argmax())
+    beyond = np.flatnonzero(~(errors <= allowed.rows))
+    nearest = int((errors / allowed.rows).argmax())
+    row = int(min(beyond, key=lambda i: positions[i])) if beyond.size else nearest
     detail = "relative L2 of the logits against the oracle"
     if beyond.size:
         detail += f"; {beyond.size} of {len(errors)} positions are beyond, worst {errors.max():.3g}"
     within = findings.measure(
         case,
         float(errors[row]),
-        allowed.l2_max,
+        float(allowed.rows[row]),
         position=positions[row],
         layer=layer() if beyond.size else None,
         detail=detail,
     )
-    return within and _finer(findings, case, got, want, positions, allowed)
+    return within and _finer(findings, case, got, truth, positions, layer)
 
 
 def _finer(
     findings: Findings,
     case: str,
     got: np.ndarray,
-    want: np.ndarray,
+    truth: Truth,
     positions: Sequence[int],
-    allowed: Tolerance,
+    layer: Callable[[], str | None],
 ) -> bool:
-    quantile = float(np.quantile(relative_l2(got, want), 0.95))
-    within = True
-    if len(positions) >= 20:
-        what = "95th percentile of the relative L2"
-        within = findings.measure(case, quantile, allowed.l2_p95, detail=what)
+    want, allowed = truth
+    errors = relative_l2(got, want)
+    quantiles = [(0.95, allowed.p95)] + ([(0.5, allowed.median)] if allowed.median else [])
+    for quantile, limit in quantiles if len(positions) >= LEAST_ROWS else []:
+        error = float(np.quantile(errors, quantile))
+        what = f"{100 * quantile:.0f}th percentile of the relative L2 over {len(positions)} rows"
+        where = None if error <= limit else layer()
+        if not findings.measure(case, error, limit, detail=what, layer=where):
+            return False
     divergence = kl_divergence(got, want)
-    row = int(divergence.argmax())
-    what = "KL divergence in nats"
-    where = positions[row]
-    within &= findings.measure(
-        case, float(divergence[row]), allowed.kl, position=where, detail=what
+    row = int((divergence / allowed.kl).argmax())
+    within = findings.measure(
+        case,
+        float(divergence[row]),
+        float(allowed.kl[row]),
+        position=positions[row],
+        detail="KL divergence in nats",
     )
-    sure = margins(want) > 2 * allowed.l2_max * np.linalg.norm(want, axis=-1)
+    sure = margins(want) > 2 * allowed.rows * np.linalg.norm(want, axis=-1)
     wrong = np.flatnonzero(sure & (got.argmax(axis=-1) != want.argmax(axis=-1)))
     if wrong.size:
-        findings.fail(
-            case, "another likeliest token than the oracle's", position=positions[wrong[0]]
-        )
+        where = positions[wrong[0]]
+        findings.fail(case, "another likeliest token than the oracle's", position=where)
     return within and not wrong.size
-
-
-def margins(logits: np.ndarray) -> np.ndarray:
-    """Per row, the distance from the greatest logit to the next; [rows]."""
-    top = np.partition(logits, -2, axis=-1)[:, -2:]
-    return top[:, 1] - top[:, 0]
 
 
 def text_of(results: Sequence[StepResult], request: int) -> list[StepResult]:
@@ -116,88 +161,62 @@ def judge_text(
     prompt: Sequence[int],
     params: dict[str, Any],
     results: Sequence[StepResult],
-    oracle: Oracle,
-    allowed: Tolerance,
+    ask: Ask,
 ) -> None:
     """Score an engine's answer by the oracle, teacher-forced on the engine's own text.
 
     Log-probabilities and the listed top tokens must agree; a greedy token must be the oracle's
-    likeliest wherever the oracle's margin is wider than twice the tolerance.
+    likeliest wherever the oracle's margin is wider than twice the tolerance. The first wrong token
+    ends the comparison: what follows it is another text.
     """
     findings.case()
     if not results:
         findings.fail(case, "no token came")
         return
-    tokens = [result.token for result in results]
-    before = [*prompt, *tokens[:-1]]
-    positions = range(len(prompt) - 1, len(before))
-    logits = oracle.logits(before, positions)
+    before = [*prompt, *(result.token for result in results[:-1])]
+    logits, allowed = ask(before, range(len(prompt) - 1, len(before)))
     logprobs = log_softmax(logits)
     for i, result in enumerate(results):
         if not 0 <= result.token < logits.shape[1]:
             findings.fail(case, f"token {result.token} is outside the vocabulary", position=i)
             return
-        error = abs(result.logprob - logprobs[i, result.token])
-        if not findings.measure(
-            case,
-            float(error),
-            allowed.logprob,
-            position=i,
-            detail=f"logprob of output token {i} (prompt of {len(prompt)})",
-        ):
+        what = f"logprob of output token {i}, after a prompt of {len(prompt)}"
+        error, limit = abs(result.logprob - logprobs[i, result.token]), allowed.logprob[i]
+        if not findings.measure(case, float(error), float(limit), position=i, detail=what):
             return
-        if not _greedy_holds(findings, case, params, logprobs[i], result, i, allowed):
+        complaint = _greedy(params, logprobs[i], result, limit) or _top(params, logprobs[i], result)
+        if complaint:
+            findings.fail(case, complaint, position=i)
             return
-        if not _top_holds(findings, case, params, logprobs[i], result, i, allowed):
-            return
+        if result.top_logprobs:
+            values = np.array([value for _, value in result.top_logprobs])
+            error = np.abs(values - logprobs[i, [token for token, _ in result.top_logprobs]]).max()
+            best = np.sort(logprobs[i])[::-1][: len(values)]
+            error = max(error, np.abs(values - best).max())
+            what = f"top_logprobs of output token {i}"
+            if not findings.measure(case, float(error), float(limit), position=i, detail=what):
+                return
 
 
-def _greedy_holds(
-    findings: Findings,
-    case: str,
-    params: dict[str, Any],
-    logprobs: np.ndarray,
-    result: StepResult,
-    i: int,
-    allowed: Tolerance,
-) -> bool:
+def _greedy(
+    params: dict[str, Any], logprobs: np.ndarray, result: StepResult, limit: float
+) -> str | None:
     if params.get("temperature", 0) or ADJUSTING & params.keys():
-        return True
+        return None
     behind = logprobs.max() - logprobs[result.token]
-    if behind <= 2 * allowed.logprob:
-        return True
+    if behind <= 2 * limit:
+        return None
     best = int(logprobs.argmax())
-    detail = f"greedy took token {result.token}; the oracle's {best} is {behind:.3g} nats likelier"
-    findings.fail(case, detail, position=i)
-    return False
+    return f"greedy took token {result.token}; the oracle's {best} is {behind:.3g} nats likelier"
 
 
-ADJUSTING = {"logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty"}
-ADJUSTING |= {"min_tokens"}
-
-
-def _top_holds(
-    findings: Findings,
-    case: str,
-    params: dict[str, Any],
-    logprobs: np.ndarray,
-    result: StepResult,
-    i: int,
-    allowed: Tolerance,
-) -> bool:
+def _top(params: dict[str, Any], logprobs: np.ndarray, result: StepResult) -> str | None:
     wanted = params.get("logprobs", 0)
     if not wanted:
-        if result.top_logprobs is not None:
-            findings.fail(case, "top_logprobs came though none were asked for", position=i)
-        return result.top_logprobs is None
-    top = result.top_logprobs or []
-    ids = [token for token, _ in top]
+        unasked = result.top_logprobs is not None
+        return "top_logprobs came though none were asked for" if unasked else None
+    ids = [token for token, _ in result.top_logprobs or []]
     if len(set(ids)) != wanted or any(not 0 <= token < len(logprobs) for token in ids):
-        findings.fail(case, f"top_logprobs has ids {ids}, not {wanted} distinct ones", position=i)
-        return False
-    values = np.array([value for _, value in top])
-    error = float(np.abs(values - logprobs[ids]).max())
-    best = np.sort(logprobs)[::-1][:wanted]
-    error = max(error, float(np.abs(values - best).max()))
-    what = f"top_logprobs of output token {i}"
-    return findings.measure(case, error, allowed.logprob, position=i, detail=what)
+        return f"top_logprobs has ids {ids}, not {wanted} distinct ones"
+    values = [value for _, value in result.top_logprobs or []]
+    return None if values == sorted(values, reverse=True) else "top_logprobs are not descending"

@@ -113,17 +113,11 @@ def _ends(trial: Trial, request: Asked, tokens: list[int], finish: str) -> None:
 
 
 def _judge(trial: Trial, checkpoint: Path, asked: list[Asked], depth: Depth) -> None:
-    oracle, allowed = trial.oracle(checkpoint), trial.tolerance(depth)
+    ask = trial.ask(checkpoint, depth)
     for request in asked:
         _whole(trial, request)
         judge_text(
-            trial.findings,
-            request.case,
-            request.prompt,
-            request.params,
-            request.results,
-            oracle,
-            allowed,
+            trial.findings, request.case, request.prompt, request.params, request.results, ask
         )
 
 

@@ -58,12 +58,12 @@ def limits(trial: Trial) -> None:
         trial.findings.fail("after refused calls", "the same request has another answer")
     if scored.shape != (1, vocab):
         trial.findings.fail("score of a full context", f"shape {list(scored.shape)}")
-    oracle = trial.oracle(checkpoint)
+    ask = trial.ask(checkpoint)
     for case, prompt, given, results, wanted, finish in edges:
         got = (len(results), results[-1].finish_reason if results else None)
         if got != (wanted, finish):
             trial.findings.fail(case, f"(tokens, finish_reason) is {got}, not {(wanted, finish)}")
-        judge_text(trial.findings, case, prompt, given, results, oracle, trial.tolerance())
+        judge_text(trial.findings, case, prompt, given, results, ask)
 
 
 def _answer(engine: EngineProcess, prompt: list[int], params: dict[str, Any]) -> list[StepResult]:

@@ -35,8 +35,8 @@ def _tiny(trial: Trial, name: str, checkpoint: Path) -> None:
     asked[-1] += asked[-1][:5]  # any order, and repeats
     with trial.candidate(checkpoint, max_context=context) as engine:
         got = [engine.score(*case) for case in zip(prompts, asked, strict=True)]
-    oracle = trial.oracle(checkpoint)
-    want = [oracle.logits(*case) for case in zip(prompts, asked, strict=True)]
+    ask = trial.ask(checkpoint)
+    truth = [ask(*case) for case in zip(prompts, asked, strict=True)]
     found: list[str | None] = []  # the search is made once for a checkpoint
 
     def departure() -> str | None:
@@ -46,9 +46,7 @@ def _tiny(trial: Trial, name: str, checkpoint: Path) -> None:
 
     for i, prompt in enumerate(prompts):
         case = f"tiny, {name}, prompt of {len(prompt)}"
-        compare_logits(
-            trial.findings, case, got[i], want[i], asked[i], trial.tolerance(), departure
-        )
+        compare_logits(trial.findings, case, got[i], truth[i], asked[i], departure)
 
 
 def _real(trial: Trial, checkpoint: Path) -> None:
@@ -58,8 +56,7 @@ def _real(trial: Trial, checkpoint: Path) -> None:
     asked = [np.sort(trial.rng.choice(len(p), 48, replace=False)).tolist() for p in prompts]
     with trial.candidate(checkpoint, max_context=512) as engine:
         got = [engine.score(*case) for case in zip(prompts, asked, strict=True)]
-    oracle = trial.oracle(checkpoint)
+    ask = trial.ask(checkpoint, "full")
     for i, prompt in enumerate(prompts):
         case = f"{trial.spec.model}, {'random ids' if i == 3 else 'text'}, prompt {i}"
-        want = oracle.logits(prompt, asked[i])
-        compare_logits(trial.findings, case, got[i], want, asked[i], trial.tolerance("full"))
+        compare_logits(trial.findings, case, got[i], ask(prompt, asked[i]), asked[i])

@@ -113,15 +113,14 @@ def _check_tokens(trial: Trial, checkpoint: Path, sample: Sample, case: str) -> 
 
     As good: its logit lies within twice the calibrated error of the greatest one.
     """
-    allowed = 2 * trial.tolerance("full").logprob
-    oracle = trial.oracle(checkpoint)
+    ask = trial.ask(checkpoint, "full")
     for prompt, tokens in zip(sample.prompts, sample.tokens, strict=True):
         count = max(1, round(CHECKED_SHARE * len(tokens)))
         chosen = sorted(trial.rng.choice(len(tokens), count, replace=False).tolist())
         positions = [len(prompt) + index - 1 for index in chosen]
-        rows = oracle.logits([*prompt, *tokens], positions)
-        for index, position, row in zip(chosen, positions, rows, strict=True):
+        rows, error = ask([*prompt, *tokens], positions)
+        for index, position, row, limit in zip(chosen, positions, rows, error.logprob, strict=True):
             trial.findings.case()
             behind = float(row.max() - row[tokens[index]])
             detail = f"token {tokens[index]} is {behind:.3g} behind token {int(row.argmax())}"
-            trial.findings.measure(case, behind, allowed, position=position + 1, detail=detail)
+            trial.findings.measure(case, behind, 2 * limit, position=position + 1, detail=detail)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from metainfer_lab import checkpoints
 from metainfer_lab.checkpoints.tiny import draw_dims, tiny_checkpoint
 from metainfer_lab.engine import EngineError, EngineManifest, EngineProcess
 from metainfer_lab.errors import InputError
-from metainfer_lab.gates.tolerances import Depth, Tolerance, tolerance
+from metainfer_lab.gates.compare import Ask, calibrated_truth, fixed_truth
+from metainfer_lab.gates.tolerances import CALIBRATED, Depth
 from metainfer_lab.gates.verdict import Findings
 from metainfer_lab.model import ModelDims
 from metainfer_lab.oracle import Oracle
@@ -54,11 +55,16 @@ class Trial:
     def dims(self) -> ModelDims:
         return ModelDims.load(self.spec.model)
 
-    def tolerance(self, depth: Depth = "tiny") -> Tolerance:
-        """The tolerances of the spec's number formats. Naive operators compute in float32."""
-        activations = self.spec.precision.activations
-        naive = self.device == "cpu" and activations == "bf16"
-        return tolerance("fp32" if naive else activations, depth)
+    @property
+    def activations(self) -> str:
+        """The number format that decides tolerances. Naive operators compute in float32."""
+        asked = self.spec.precision.activations
+        return "fp32" if self.device == "cpu" and asked == "bf16" else asked
+
+    @property
+    def exact_text(self) -> bool:
+        """Whether equal requests in other company may be asked for equal tokens."""
+        return self.activations == "fp32"
 
     def tiny(self, *, shards: int = 1, **fixed: Any) -> Path:
         """A fresh tiny checkpoint of the spec's family, dims drawn within the engine's granules."""
@@ -112,6 +118,13 @@ class Trial:
             self._oracle = Oracle().__enter__()
         self._oracle.use(self._as_computed(checkpoint))
         return self._oracle
+
+    def ask(self, checkpoint: Path, depth: Depth = "tiny") -> Ask:
+        """The oracle turned to a checkpoint, as a function of tokens and positions."""
+        oracle = self.oracle(checkpoint)
+        if self.activations in CALIBRATED:
+            return partial(calibrated_truth, oracle)
+        return partial(fixed_truth, oracle, self.activations, depth)
 
     def end(self) -> None:
         """End the oracle's process."""
