@@ -7,7 +7,7 @@ from typing import Self
 
 PAGE = 64  # tokens behind one KV page
 MAX_BATCH = 32  # rows of the decode products
-GRANULES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128, "vocab_size": 4}
+GRANULES = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 128, "vocab_size": 4}
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,13 @@ class ModelConfig:
         config = json.loads((folder / "config.json").read_text())
         _refuse_other_models(config)
         generation = folder / "generation_config.json"
-        ends = json.loads(generation.read_text()).get("eos_token_id") if generation.exists() else None
+        if generation.exists():
+            ends = json.loads(generation.read_text()).get("eos_token_id")
+            config = config if ends is None else config | {"eos_token_id": ends}
         names = [name for name in cls.__dataclass_fields__ if name in config]
         fields = {name: config[name] for name in names}
         fields["rope_theta"] = _rope_theta(config)
-        fields["eos_token_ids"] = _as_ids(config.get("eos_token_id")) + _as_ids(ends)
+        fields["eos_token_ids"] = _as_ids(config.get("eos_token_id"))
         fields.setdefault("tie_word_embeddings", False)
         fields.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
         missing = [name for name in cls.__dataclass_fields__ if name not in fields]

@@ -1,14 +1,14 @@
 """Each operator of the engine in plain torch, for any float dtype: the specification, and what runs without a GPU.
 
 Shapes: T or M tokens (rows), H hidden size, N outputs, D head dimension, V vocabulary. A "weighted" row is
-residual * norm_weight, not yet divided by the row's root mean square; `squares` [M, H / 32] holds the sums of
-residual^2 over 32 columns each, so that whoever multiplies the row can scale its result instead.
+residual * norm_weight, not yet divided by the row's root mean square; `squares` [M, H / 8] holds the sums of
+residual^2 over 8 columns each, so that whoever multiplies the row can scale its result instead.
 """
 
 import torch
 import torch.nn.functional as F
 
-SLOT = 32
+SLOT = 8
 
 
 def _weighted(residual: torch.Tensor, norm_weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -174,8 +174,11 @@ def silu_multiply(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest logit's id [M] (int64; the lowest of equals) and its log-probability [M]."""
+    """The largest logit's id [M] (int64; the lowest of equals) and its log-probability [M].
+
+    Logits that are not numbers still give some id: such a row must not harm its neighbours.
+    """
     top = logits.max(-1, keepdim=True).values
     ids = torch.arange(logits.shape[1], device=logits.device)
     tokens = torch.where(logits == top, ids, logits.shape[1]).min(-1).values
-    return tokens, top[:, 0] - logits.logsumexp(-1)
+    return tokens.clamp(max=logits.shape[1] - 1), top[:, 0] - logits.logsumexp(-1)

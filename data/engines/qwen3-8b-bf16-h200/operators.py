@@ -1,6 +1,5 @@
 """The operators: a naive form (the specification), the kernel, and inputs to compare them on."""
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -27,9 +26,13 @@ class Operator:
     mutated: tuple[str, ...] = ()
 
 
-def _kernel(module: str, name: str) -> Callable[..., Any]:
-    def call(*args, **kwargs):
-        return getattr(importlib.import_module(f".kernels.{module}", __package__), name)(*args, **kwargs)
+def _kernel(name: str) -> Callable[..., Any]:
+    """A kernel by name; triton is imported at its first call, so that no GPU is needed to look."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        from . import kernels
+
+        return getattr(kernels, name)(*args, **kwargs)
 
     return call
 
@@ -145,43 +148,43 @@ def _greedy_inputs(c: ModelConfig, rows: int, context: int, *draw) -> dict[str, 
 
 CACHES = ("k_cache", "v_cache")
 OPERATORS: dict[str, Operator] = {
-    "weigh_rows": Operator(naive.weigh_rows, _kernel("rows", "weigh_rows"), _weigh_inputs, "decode"),
+    "weigh_rows": Operator(naive.weigh_rows, _kernel("weigh_rows"), _weigh_inputs, "decode"),
     "qkv_product": Operator(
-        naive.scaled_product, _kernel("skinny", "scaled_product"), _product_inputs(lambda c: c.qkv_size), "decode"
+        naive.scaled_product, _kernel("scaled_product"), _product_inputs(lambda c: c.qkv_size), "decode"
     ),
     "decode_attention": Operator(
-        naive.decode_attention, _kernel("attention", "decode_attention"), _decode_attention_inputs, "decode", CACHES
+        naive.decode_attention, _kernel("decode_attention"), _decode_attention_inputs, "decode", CACHES
     ),
     "output_product": Operator(
         naive.residual_product,
-        _kernel("skinny", "residual_product"),
+        _kernel("residual_product"),
         _residual_inputs(lambda c: c.num_attention_heads * c.head_dim),
         "decode",
     ),
     "gate_up_product": Operator(
         naive.gate_up_product,
-        _kernel("skinny", "gate_up_product"),
+        _kernel("gate_up_product"),
         _product_inputs(lambda c: 2 * c.intermediate_size),
         "decode",
     ),
     "down_product": Operator(
         naive.residual_product,
-        _kernel("skinny", "residual_product"),
+        _kernel("residual_product"),
         _residual_inputs(lambda c: c.intermediate_size),
         "decode",
     ),
     "head_product": Operator(
-        naive.scaled_product, _kernel("skinny", "scaled_product"), _product_inputs(lambda c: c.vocab_size), "decode"
+        naive.scaled_product, _kernel("scaled_product"), _product_inputs(lambda c: c.vocab_size), "decode"
     ),
-    "greedy": Operator(naive.greedy, _kernel("rows", "greedy"), _greedy_inputs, "decode"),
-    "add_norm": Operator(naive.add_norm, _kernel("rows", "add_norm"), _add_norm_inputs, "prefill"),
+    "greedy": Operator(naive.greedy, _kernel("greedy"), _greedy_inputs, "decode"),
+    "add_norm": Operator(naive.add_norm, _kernel("add_norm"), _add_norm_inputs, "prefill"),
     "rotate_and_store": Operator(
-        naive.rotate_and_store, _kernel("prefill", "rotate_and_store"), _store_inputs, "prefill", CACHES
+        naive.rotate_and_store, _kernel("rotate_and_store"), _store_inputs, "prefill", CACHES
     ),
     "prefill_attention": Operator(
-        naive.prefill_attention, _kernel("prefill", "prefill_attention"), _prefill_attention_inputs, "prefill"
+        naive.prefill_attention, _kernel("prefill_attention"), _prefill_attention_inputs, "prefill"
     ),
-    "silu_multiply": Operator(naive.silu_multiply, _kernel("rows", "silu_multiply"), _silu_inputs, "prefill"),
+    "silu_multiply": Operator(naive.silu_multiply, _kernel("silu_multiply"), _silu_inputs, "prefill"),
 }
 
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-SLOT = tl.constexpr(32)
+SLOT = tl.constexpr(8)
 CHUNK = 2048  # logits behind one partial maximum
 
 
@@ -29,8 +29,8 @@ def weigh_rows(
     count, width = rows.shape[0], source.shape[1]
     residual = torch.empty(count, width, dtype=torch.float32, device=source.device)
     weighted = torch.empty_like(residual, dtype=torch.bfloat16)
-    squares = torch.empty(count, width // 32, dtype=torch.float32, device=source.device)
-    slots = triton.next_power_of_2(width // 32)
+    squares = torch.empty(count, width // 8, dtype=torch.float32, device=source.device)
+    slots = triton.next_power_of_2(width // 8)
     _weigh_kernel[(count,)](source, rows, norm_weight, residual, weighted, squares, width, SLOTS=slots)
     return residual, weighted, squares
 
@@ -102,7 +102,8 @@ def _greedy_kernel(top, top_id, total, tokens, logprobs, width, chunks, BLOCK: t
     ids = tl.load(top_id + row * chunks + at, mask=at < chunks, other=width)
     sums = tl.load(total + row * chunks + at, mask=at < chunks, other=0.0)
     most = tl.max(tops, 0)
-    tl.store(tokens + row, tl.min(tl.where(tops == most, ids, width), 0).to(tl.int64))
+    token = tl.minimum(tl.min(tl.where(tops == most, ids, width), 0), width - 1)  # not a number: any id
+    tl.store(tokens + row, token.to(tl.int64))
     tl.store(logprobs + row, -tl.log(tl.sum(sums * tl.exp(tops - most), 0)))
 
 

@@ -1,14 +1,15 @@
 """Products of at most 32 tokens with a weight matrix: shapes of skinny.cu for each operator, and launches."""
 
 import functools
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from .cuda import CudaKernel
 
 SCALE, RESIDUAL, SILU = 0, 1, 2
-SLOT = 32  # columns behind one sum of squares
+GEMV, MIN_BLOCKS = True, 3
+SLOT = 8  # columns behind one sum of squares
 
 
 @dataclass(frozen=True)
@@ -27,15 +28,27 @@ class Shape:
 
 # By operator, then by groups of 8 tokens; chosen by measurement (README.md).
 SHAPES = {
-    "qkv": {1: Shape(48, 256, 3, 3, 4), 2: Shape(96, 128, 4, 3, 4, cluster=2), 4: Shape(48, 256, 3, 3, 4)},
-    "gate_up": {1: Shape(48, 256, 3, 3, 4, passes=4), 2: Shape(96, 128, 3, 3, 4), 4: Shape(96, 128, 3, 3, 4)},
-    "output": {1: Shape(32, 512, 3, 2, 4), 2: Shape(32, 256, 4, 2, 4), 4: Shape(64, 128, 4, 2, 4, cluster=2)},
-    "down": {
-        1: Shape(32, 512, 3, 2, 4),
-        2: Shape(64, 128, 4, 2, 4, cluster=2),
-        4: Shape(64, 128, 4, 2, 4, cluster=2),
+    "qkv": {
+        1: Shape(48, 256, 4, 3, 4, lead=2),
+        2: Shape(96, 128, 3, 3, 4, cluster=2, lead=2),
+        4: Shape(96, 128, 3, 3, 4, cluster=2, lead=2),
     },
-    "head": {1: Shape(48, 256, 3, 3, 4), 2: Shape(48, 256, 3, 3, 4), 4: Shape(96, 128, 3, 3, 4)},
+    "gate_up": {
+        1: Shape(32, 512, 3, 2, 4, passes=6, lead=2),
+        2: Shape(96, 128, 3, 3, 4, lead=2),
+        4: Shape(96, 128, 3, 3, 4, lead=2),
+    },
+    "output": {
+        1: Shape(32, 512, 3, 2, 4, lead=2),
+        2: Shape(64, 128, 4, 2, 4, cluster=2, lead=2),
+        4: Shape(64, 128, 4, 2, 4, cluster=2, lead=2),
+    },
+    "down": {
+        1: Shape(32, 512, 3, 2, 4, lead=2),
+        2: Shape(64, 128, 4, 2, 4, cluster=2, lead=2),
+        4: Shape(64, 128, 4, 2, 4, cluster=2, lead=2),
+    },
+    "head": {1: Shape(48, 256, 4, 3, 4), 2: Shape(48, 256, 3, 3, 4), 4: Shape(96, 128, 3, 3, 4)},
 }
 
 
@@ -53,14 +66,30 @@ def _padded(tokens: int) -> int:
     return 1 << (tokens - 1).bit_length()
 
 
+def _fitted(shape: Shape, k: int) -> Shape:
+    """Shorter stages for a k that the measured ones do not divide."""
+    bk = shape.bk
+    while k % (bk * shape.cluster):
+        bk //= 2
+    return replace(shape, bk=bk)
+
+
 def launch(mode: int, shape: Shape, n: int, k: int, tokens: int, *arguments) -> None:
     """`n` rows of the weight matrix, the gate and up of MODE_SILU counted apart."""
+    if tokens == 1 and GEMV:
+        *pointers, _, n_out, eps = arguments
+        return _gemv(mode, k)((-(-n // 8), 1, 1), *pointers, n_out, eps)
     blocks = -(-n // (shape.rows * shape.passes)) * shape.cluster
-    _kernel(mode, k, _padded(tokens), shape)((blocks, 1, 1), *arguments)
+    _kernel(mode, k, _padded(tokens), _fitted(shape, k))((blocks, 1, 1), *arguments)
 
 
 def _shape(operator: str, tokens: int) -> Shape:
     return SHAPES[operator][max(1, _padded(tokens) // 8)]
+
+
+@functools.cache
+def _gemv(mode: int, k: int) -> CudaKernel:
+    return CudaKernel("gemv.cu", "gemv", {"MODE": mode, "K": k, "MIN_BLOCKS": MIN_BLOCKS if k <= 4096 else 2}, 256, 0, 1)
 
 
 def _empty(like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
