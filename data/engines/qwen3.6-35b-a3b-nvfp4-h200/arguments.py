@@ -35,7 +35,7 @@ ExpertArgs = _struct(
 BatchArgs = _struct(
     "BatchArgs",
     "weight scales alpha weight16 alpha16 x y y16 h",
-    ints="tiles tiles16 clusters_main ld ld16",
+    ints="tiles tiles16 blocks_main ld ld16",
 )
 RouteArgs = _struct(
     "RouteArgs", "logits row_slot weights units members touched_sum", ints="rows scratch"
@@ -43,9 +43,14 @@ RouteArgs = _struct(
 MoeArgs = _struct(
     "MoeArgs",
     "weight scales alpha shared_weight shared_scales shared_alpha units members x h out",
-    ints="rows",
+    ints="rows block_stride row_stride",
 )
-NormArgs = _struct("NormArgs", "x parts weights norm row_slot xn", ints="scratch", floats="eps")
+NormArgs = _struct(
+    "NormArgs",
+    "x parts weights sums norm row_slot xn",
+    ints="scratch block_stride row_stride",
+    floats="eps",
+)
 DeltaArgs = _struct(
     "DeltaArgs",
     "qkv ab conv a_log dt_bias norm row_slot position ring state o gated",
@@ -61,7 +66,7 @@ PrefillArgs = _struct(
 AttentionArgs = _struct(
     "AttentionArgs",
     "qkv q_norm k_norm rope row_slot position page_table pages parts stats out",
-    ints="ld pages_per_slot splits",
+    ints="ld pages_per_slot splits batched",
     floats="eps",
 )
 EmbedArgs = _struct("EmbedArgs", "table row_slot token x")

@@ -103,7 +103,7 @@ class CudaRunner:
         assert len(hidden) == 1
         self.buffers.x[:1] = hidden
         launch = self.step_one.launches[-3]  # head, then the two pick kernels
-        self.kernels[launch.kernel].launch(launch.grid, launch.block, launch.args)
+        self.kernels[launch.kernel].launch(launch.grid, launch.block, launch.args, launch.shared)
         return self.buffers.logits[:1]
 
     def prefill(self, slot: int, start: int, tokens: list[int], last: bool) -> Tensor | None:

@@ -14,6 +14,7 @@ from .formats import Matrix
 from .weights import Attention, Gdn, Layer, Weights
 
 H_SCALE = 1 / 16  # as in kernels/common.cuh
+UNIT_ROWS = 8  # as in kernels/experts.cu
 
 
 class Dense:
@@ -76,6 +77,8 @@ class Prefill:
             row_slot=self._no_scratch(len(x)),
             xn=xn,
             scratch=-1,
+            block_stride=steps.X_COLUMNS,
+            row_stride=self.config.hidden,
             eps=self.config.rms_eps,
         )
         self.kernels["combine_norm"].launch(len(x), 256, args)
@@ -157,21 +160,25 @@ class Prefill:
         shared = (F.silu(pairs[:, :, 0]) * pairs[:, :, 1]).flatten(1)
         parts[:, -1] = dense["shared_down"]((shared * H_SCALE).half()) / H_SCALE
         lists = {"units": units, "members": members, "x": xn, "h": h, "out": parts}
+        lists |= {"block_stride": steps.X_COLUMNS, "row_stride": config.hidden}
         up, down = steps.moe_args(layer.moe, lists, rows, shared=False)
-        self.kernels["moe_gate_up"].launch(2 * self.sms, 256, up)
-        self.kernels["moe_down"].launch(2 * self.sms, 256, down)
+        self.kernels["moe_gate_up"].launch(2 * self.sms, 256, up, steps.MOE_SHARED)
+        self.kernels["moe_down"].launch(2 * self.sms, 256, down, steps.MOE_SHARED)
         return self._norm(x, norm, parts, weights)
 
     def _lists(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows grouped by expert: every expert is a unit, an untouched one is empty."""
+        """Units of up to eight rows of one expert, and the rows grouped by expert."""
         experts, per = self.config.experts, self.config.top_k
         flat = ids.flatten()
         order = flat.argsort(stable=True)
         members = order // per * (per + 1) + order % per
         count = torch.zeros(experts, dtype=torch.int64, device=ids.device)
         count.scatter_add_(0, flat, torch.ones_like(flat))
-        unit = torch.stack(
-            (torch.arange(experts, device=ids.device), count.cumsum(0) - count, count)
-        )
-        head = torch.full((1,), experts, device=ids.device)
-        return torch.cat((head, unit.T.flatten())).int(), members.int()
+        of_expert = (count + UNIT_ROWS - 1) // UNIT_ROWS
+        unit = torch.arange(experts + len(ids), device=ids.device)  # at least as many as there are
+        expert = torch.searchsorted(of_expert.cumsum(0), unit, right=True).clamp_max(experts - 1)
+        done = (unit - (of_expert.cumsum(0) - of_expert)[expert]) * UNIT_ROWS
+        first = (count.cumsum(0) - count)[expert] + done
+        rows = (count[expert] - done).clamp_max(UNIT_ROWS)
+        table = torch.stack((expert, first, rows), 1).flatten()
+        return torch.cat((of_expert.sum()[None], table)).int(), members.int()

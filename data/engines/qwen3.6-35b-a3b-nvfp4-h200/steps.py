@@ -18,12 +18,16 @@ from .formats import Matrix
 from .weights import Attention, Gdn, Layer, Weights
 
 MAX_ROWS = 32
-CLUSTER = 4
 PICK_BLOCKS = 64
 TILE = 16
-# Row tiles of a cluster (four blocks) in the batched products; the kernels are compiled for them.
-TILES_PER_CLUSTER = {"in": 24, "qkv": 18, "out": 4, "router": 2}
-WARPS_ALONG_K = {"in": 1, "qkv": 1, "out": 2, "router": 4}
+# Row tiles of a block in the batched products, blocks along K of the output projection, and tiles
+# in flight of the single-row projection; the kernels are compiled for them.
+BLOCK_TILES = {"IN_TILES": 6, "QKV_TILES": 5, "OUT_TILES": 4, "ROUTER_TILES": 1}
+OUT_PARTS = 4
+IN_STAGES = 3
+# Shared memory of the kernels: columns and padded stride of a staged activation block, stages.
+X_COLUMNS, X_STRIDE, STAGES = 256, 272, 3
+SLICE_BYTES = 4608
 
 
 def defines(config: Config) -> dict[str, int]:
@@ -36,8 +40,8 @@ def defines(config: Config) -> dict[str, int]:
         "num_experts": config.experts == 256,
         "shared_expert_intermediate_size": config.shared_width == config.expert_width,
         "hidden_size": config.hidden % 1024 == 0,
-        "moe_intermediate_size": config.expert_width % 256 == 0,
-        "vocab_size": config.vocab % 16 == 0,
+        "moe_intermediate_size": config.expert_width % 512 == 0,
+        "vocab_size": config.vocab % 64 == 0,
         "num_attention_heads": config.attention_width == config.value_width
         and config.heads // config.kv_heads == 8,
     }
@@ -61,7 +65,7 @@ def defines(config: Config) -> dict[str, int]:
         "HEAD_DIM": config.head_dim,
         "ROPE_DIM": config.rope_dim,
     }
-    return sizes | {f"{name.upper()}_TILES": n for name, n in TILES_PER_CLUSTER.items()}
+    return sizes | BLOCK_TILES | {"OUT_PARTS": OUT_PARTS, "IN_STAGES": IN_STAGES}
 
 
 @dataclass
@@ -86,10 +90,12 @@ class Buffers:
         self.ld = max(config.conv_width + config.value_width, config.qkv_width)
         self.ld_ab = -(-2 * config.value_heads // TILE) * TILE
         self.ld_router = (config.experts + TILE) // TILE * TILE
-        self.x, self.xn = make(r, config.hidden), make(r, config.hidden, dtype=torch.float16)
+        self.x = make(r, config.hidden)
+        self.xn = make(config.hidden // X_COLUMNS, r, X_STRIDE, dtype=torch.float16)
+        self.sums = make(OUT_PARTS, r, config.hidden)
         self.y, self.ab = make(r, self.ld), make(r, self.ld_ab)
         self.o = make(1, config.value_width)
-        self.mixed = make(r, config.value_width, dtype=torch.float16)
+        self.mixed = make(config.value_width // X_COLUMNS, r, X_STRIDE, dtype=torch.float16)
         self.router = make(r, self.ld_router)
         per_token = config.top_k + 1
         self.h = make(r * per_token, config.expert_width, dtype=torch.float16)
@@ -107,11 +113,21 @@ class Buffers:
 
 
 MAX_SPLIT_ROWS = 128  # attention splits x rows
+ATTENTION_SHARED = 2 * 2 * 32 * (256 + 8) * 2  # stages, keys and values, tokens, padded rows
+
+
+MOE_SHARED = 8 * 3 * SLICE_BYTES  # warps, stages
+
+
+def tile_bytes(matrix: Matrix) -> int:
+    """Bytes of a packed row tile, scales included."""
+    per_column = {"nvfp4": 9, "fp8": 16, "f16": 32}[matrix.kind]
+    return per_column * matrix.cols
 
 
 def splits_for(rows: int, pages: int) -> int:
-    """Splits of a sequence's pages: enough blocks for the GPU, no more than pages."""
-    return max(1, min(pages, 32, MAX_SPLIT_ROWS // rows))
+    """Splits of a sequence: enough blocks for the GPU, no more than half pages."""
+    return max(1, min(2 * pages, 64, MAX_SPLIT_ROWS // rows))
 
 
 @dataclass
@@ -217,9 +233,10 @@ class Step:
             ld=b.ld,
             pages_per_slot=self.cache.pages_per_slot,
             splits=splits,
+            batched=self.rows > 1,
             eps=config.rms_eps,
         )
-        self._add("attention", (splits, config.kv_heads, self.rows), 256, args)
+        self._add("attention", (splits, config.kv_heads, self.rows), 256, args, ATTENTION_SHARED)
         self._add("attention_join", (config.heads, self.rows), config.head_dim, args)
 
     def _pick(self) -> None:
@@ -264,7 +281,9 @@ class SingleStep(Step):
             args.scales = main.scales.data_ptr()
         if second is not None:
             args.weight16, args.alpha16 = second.values.data_ptr(), second.alpha.data_ptr()
-        self._add(kernel, grid_main + (second.rows // TILE if second else 0), 256, args)
+        stages = IN_STAGES if kernel == "single_in" else 1
+        shared = max(stages * tile_bytes(main), tile_bytes(second) if second else 0)
+        self._add(kernel, grid_main + (second.rows // TILE if second else 0), 256, args, shared)
 
     def _gdn(self, layer: Layer, index: int) -> None:
         b, mixer = self.b, layer.mixer
@@ -298,7 +317,8 @@ class SingleStep(Step):
             alpha=moe.gate_up.alpha,
             **common,
         )
-        self._add("single_gate_up", config.top_k * config.expert_width // 8 // 4, 256, up)
+        shared = 4 * tile_bytes(moe.shared_gate_up)
+        self._add("single_gate_up", config.top_k * config.expert_width // 8 // 4, 256, up, shared)
         down = fill(
             c.ExpertArgs,
             weight=moe.down.values,
@@ -324,7 +344,7 @@ class SingleStep(Step):
             tiles=head.rows // TILE,
             eps=self.config.rms_eps,
         )
-        self._add("single_head", 2 * self.sms, 256, args)
+        self._add("single_head", 2 * self.sms, 256, args, 8 * 2 * SLICE_BYTES)
 
 
 class BatchedStep(Step):
@@ -335,59 +355,65 @@ class BatchedStep(Step):
         return 1 if self.rows <= 8 else 2 if self.rows <= 16 else 4
 
     def _linear(self, kind: str, main: Matrix, second: Matrix | None = None, **fields) -> None:
-        per, nt = TILES_PER_CLUSTER[kind], self.column_tiles
-        clusters = [-(-m.rows // TILE // per) if m else 0 for m in (main, second)]
+        per, nt = BLOCK_TILES[f"{kind.upper()}_TILES"], self.column_tiles
+        blocks = -(-main.rows // TILE // per)
         args = fill(
             c.BatchArgs,
             weight=main.values,
             alpha=main.alpha,
             tiles=main.rows // TILE,
-            clusters_main=clusters[0],
+            blocks_main=blocks,
             **fields,
         )
         if main.scales is not None:
             args.scales = main.scales.data_ptr()
+        x_bytes, stage = nt * 8 * X_STRIDE * 2, lambda m: tile_bytes(m) * X_COLUMNS // m.cols
+        shared = max(STAGES * (x_bytes + per * stage(main)), per * 8 * nt * 8 * 17 * 4)
         if second is not None:
             args.weight16, args.alpha16 = second.values.data_ptr(), second.alpha.data_ptr()
             args.tiles16, args.ld16 = second.rows // TILE, second.rows
-        shared = nt * 8 * (main.cols // CLUSTER + 16) * 2
-        shared += per * WARPS_ALONG_K[kind] * TILE * (nt * 8 + 1) * 4
-        self._add(f"batched_{kind}_{nt}", CLUSTER * sum(clusters), 256, args, shared)
+            shared = max(shared, STAGES * (x_bytes + stage(second)))
+        grid = (blocks + args.tiles16, OUT_PARTS if kind == "out" else 1)
+        self._add(f"batched_{kind}_{nt}", grid, 256, args, shared)
 
-    def _norm(self, norm: Tensor, parts: bool) -> None:
+    def _norm(self, norm: Tensor, add: str = "") -> None:
+        """Norm after adding nothing, the mixer's "sums" or the experts' "parts"."""
         b = self.b
         args = fill(
             c.NormArgs,
             x=b.x,
-            parts=b.parts if parts else 0,
+            parts=b.parts if add == "parts" else 0,
+            sums=b.sums if add == "sums" else 0,
             weights=b.weights,
             norm=norm,
             row_slot=b.row_slot,
             xn=b.xn,
             scratch=self.cache.scratch,
+            block_stride=MAX_ROWS * X_STRIDE,
+            row_stride=X_STRIDE,
             eps=self.config.rms_eps,
         )
         self._add("combine_norm", self.rows, 256, args)
 
     def _embed(self) -> None:
         super()._embed()
-        self._norm(self.weights.layers[0].input_norm, parts=False)
+        self._norm(self.weights.layers[0].input_norm)
 
     def _gdn(self, layer: Layer, index: int) -> None:
         b, mixer = self.b, layer.mixer
         self._linear("in", mixer.in_proj, mixer.ab, x=b.xn, y=b.y, ld=b.ld, y16=b.ab)
         self._delta("delta_batched", 1, mixer, index)
-        self._linear("out", mixer.out, x=b.mixed, y=b.x, ld=self.config.hidden)
+        self._linear("out", mixer.out, x=b.mixed, y=b.sums, ld=self.config.hidden)
 
     def _attention(self, layer: Layer, index: int) -> None:
         b, mixer = self.b, layer.mixer
         self._linear("qkv", mixer.qkv, x=b.xn, y=b.y, ld=b.ld)
         self._attend(mixer, index)
-        self._linear("out", mixer.out, x=b.mixed, y=b.x, ld=self.config.hidden)
+        self._linear("out", mixer.out, x=b.mixed, y=b.sums, ld=self.config.hidden)
 
     def _moe(self, index: int, layer: Layer) -> None:
         b, moe = self.b, layer.moe
-        self._norm(layer.post_norm, parts=False)
+        self._norm(layer.post_norm, "sums")
         self._linear("router", moe.shared_gate_up, moe.router, x=b.xn, y16=b.router, h=b.h)
         route = fill(
             c.RouteArgs,
@@ -402,12 +428,13 @@ class BatchedStep(Step):
         )
         self._add("route", 1, 1024, route)
         lists = {"units": b.units, "members": b.members, "x": b.xn, "h": b.h, "out": b.parts}
+        lists |= {"block_stride": MAX_ROWS * X_STRIDE, "row_stride": X_STRIDE}
         up, down = moe_args(moe, lists, self.rows, shared=True)
-        self._add("moe_gate_up", 2 * self.sms, 256, up)
-        self._add("moe_down", 2 * self.sms, 256, down)
+        self._add("moe_gate_up", 2 * self.sms, 256, up, MOE_SHARED)
+        self._add("moe_down", 2 * self.sms, 256, down, MOE_SHARED)
         following = self.weights.layers[index + 1 :]
         norm = following[0].input_norm if following else self.weights.final_norm
-        self._norm(norm, parts=True)
+        self._norm(norm, "parts")
 
     def _head(self) -> None:
         head, b, nt = self.weights.head, self.b, self.column_tiles
@@ -421,8 +448,8 @@ class BatchedStep(Step):
             ld=self.config.vocab,
             tiles=head.rows // TILE,
         )
-        shared = nt * 8 * (self.config.hidden + 16) * 2
-        self._add(f"head_{nt}", self.sms, 512, args, shared)
+        x_bytes = self.config.hidden // X_COLUMNS * nt * 8 * X_STRIDE * 2
+        self._add(f"head_{nt}", self.sms, 256, args, x_bytes + 8 * 2 * SLICE_BYTES)
 
 
 def moe_args(moe, lists: dict, rows: int, shared: bool):

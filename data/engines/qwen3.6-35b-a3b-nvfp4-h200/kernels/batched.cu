@@ -1,264 +1,306 @@
-// Products of 8, 16 or 32 rows (NT = rows / 8). Clusters of four blocks split K: each block stages a
-// quarter of the activations, partial sums meet in distributed shared memory, in rank order.
+// Products of up to 8, 16 or 32 rows (NT = rows / 8). A block owns TILES row tiles over K_LENGTH
+// columns; weights and activations come through a queue of bulk copies, 256 columns a stage. The
+// eight warps split each stage's columns, so an activation fragment serves all tiles.
 
-#define CLUSTER 4
 #define BATCH_THREADS 256
+#define WARPS 8
+#define STAGES 3
 
 enum { FP8, NVFP4, F16 };
-enum { STORE, RESIDUAL, SWIGLU };
+enum { STORE, PARTIAL, SWIGLU };
 
 struct BatchArgs {
   const uint4 *weight;
   const u32 *scales;
   const float *alpha;
-  const uint4 *weight16;
+  const uint4 *weight16;  // second matrix in fp16, one tile a block
   const float *alpha16;
-  const u16 *x;        // [rows, K] fp16
-  float *y, *y16;      // [rows, ld], [rows, ld16]
-  u16 *h;              // SWIGLU: [rows * ROWS_PER_TOKEN, WIDTH]
-  int tiles, tiles16, clusters_main, ld, ld16;
+  const u16 *x;           // fp16, see activation_index
+  float *y, *y16;         // [rows, ld], [rows, ld16]; PARTIAL: [K / K_LENGTH, 32, ld]
+  u16 *h;                 // SWIGLU: [rows * ROWS_PER_TOKEN, WIDTH]
+  int tiles, tiles16, blocks_main, ld, ld16;
 };
 
-__device__ __forceinline__ u32 cluster_rank() {
-  u32 r;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-  return r;
-}
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-__device__ __forceinline__ float load_remote(const float *p, u32 rank) {
-  u32 local = (u32)__cvta_generic_to_shared(p), remote;
-  float v;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(remote));
-  return v;
-}
+constexpr int stage_codes(int kind) { return 16 * X_COLUMNS * (kind == F16 ? 4 : kind == FP8 ? 2 : 1) / 2; }
+constexpr int stage_tile(int kind) { return stage_codes(kind) + (kind == NVFP4 ? X_COLUMNS : 0); }
 
-// One 16-byte chunk of A against NT column tiles. xs: this chunk's columns, row stride `stride`.
-template <int KIND, int NT>
-__device__ __forceinline__ void mma_chunk(uint4 q, u32 top, u32 bottom, u32 next_top,
-                                          u32 next_bottom, const u16 *xs, int stride,
-                                          float (*acc)[4]) {
-  constexpr int BLOCKS = KIND == FP8 ? 2 : KIND == NVFP4 ? 4 : 1;
-  const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-#pragma unroll
-  for (int j = 0; j < BLOCKS; j++) {
-    u32 a[4];
-    if (KIND == FP8) {
-      unpack_fp8(j ? q.z : q.x, j ? q.w : q.y, a);
-    } else if (KIND == F16) {
-      a[0] = q.x, a[1] = q.y, a[2] = q.z, a[3] = q.w;
-    } else {  // scales are fp16, two blocks a word: exact products, see README.md
-      unpack_fp4(word(q, j), a);
-      const u32 up = __byte_perm(j < 2 ? top : next_top, 0, j & 1 ? 0x3232 : 0x1010);
-      const u32 down = __byte_perm(j < 2 ? bottom : next_bottom, 0, j & 1 ? 0x3232 : 0x1010);
-      a[0] = mul_half2(a[0], up);
-      a[1] = mul_half2(a[1], down);
-      a[2] = mul_half2(a[2], up);
-      a[3] = mul_half2(a[3], down);
-    }
-#pragma unroll
-    for (int n = 0; n < NT; n++)
-      mma(acc[n], a, *(const uint2 *)(xs + (n * 8 + g) * stride + j * 16 + 4 * t));
-  }
-}
-
-// Scale words of a quad (four words: blocks 0-1, 2-3, 4-5, 6-7) -> fp16 pairs times 2^7, which
-// leaves code x scale products exact in fp16.
-__device__ __forceinline__ void scale_pair(u32 w, u32 &top, u32 &bottom) {
-  top = mul_half2(e4m3x2_to_half2((u16)w), 0x58005800u);
-  bottom = mul_half2(e4m3x2_to_half2((u16)(w >> 16)), 0x58005800u);
-}
+// Scale bytes of two blocks -> fp16 pair times 2^7: code x scale products stay exact in fp16.
+__device__ __forceinline__ u32 scale_pair(u16 w) { return mul_half2(e4m3x2_to_half2(w), 0x58005800u); }
 #define WIDE_UNIT 128.f  // 2^-14 of the codes, 2^7 of the scales
 
-template <int KIND, int K, int NT, int WK, int TPC>
-__device__ __forceinline__ void partial_tiles(const uint4 *weight, const u32 *scales, int base,
-                                              int count, const BatchArgs &a, u16 *xs, float *part) {
-  constexpr int KC = K / CLUSTER, KW = KC / WK, WR = 8 / WK, STRIDE = KC + 16;
-  constexpr int CHUNK = KIND == FP8 ? 32 : KIND == NVFP4 ? 64 : 16;
-  constexpr int CH = KW / CHUNK, U = CH < 8 ? CH : 8, STEPS = CH / U, PT = NT * 8 + 1;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int wr = warp / WK, wk = warp % WK, rank = cluster_rank();
-  const int chunk0 = (rank * KC + wk * KW) / CHUNK;
-  const int steps = (count - wr + WR - 1) / WR * STEPS;
-  uint4 q[2][U], s[2][(U + 1) / 2];
-  const auto fetch = [&](int step, uint4 *dst, uint4 *scale) {
-    const size_t tile = base + wr + step / STEPS * WR;
-    const size_t chunk = tile * (K / CHUNK) + chunk0 + step % STEPS * U;
+// A operands of this warp's two 16 x 16 blocks of a tile: columns warp * 32 .. + 31 of the stage.
+template <int KIND> __device__ __forceinline__ void load_blocks(const u8 *tile, u32 (*f)[4]) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  if (KIND == FP8) {
+    const uint4 v = ((const uint4 *)tile)[warp * 32 + lane];
+    unpack_fp8(v.x, v.y, f[0]);
+    unpack_fp8(v.z, v.w, f[1]);
+  } else if (KIND == F16) {
 #pragma unroll
-    for (int c = 0; c < U; c++) dst[c] = load_stream(weight + (chunk + c) * 32 + lane);
-    if (KIND == NVFP4)
-#pragma unroll
-      for (int c = 0; c < U / 2; c++)
-        scale[c] = load_stream((const uint4 *)scales + (chunk / 2 + c) * 8 + g);
-  };
-  float acc[NT][4];
-  const auto use = [&](int step, const uint4 *src, const uint4 *scale) {
-    if (step % STEPS == 0)
-#pragma unroll
-      for (int n = 0; n < NT; n++) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.f;
-    const u16 *x = xs + wk * KW + step % STEPS * U * CHUNK;
-#pragma unroll
-    for (int c = 0; c < U; c++) {
-      u32 top = 0, bottom = 0, next_top = 0, next_bottom = 0;
-      if (KIND == NVFP4) {
-        scale_pair(word(scale[c / 2], c & 1 ? 2 : 0), top, bottom);
-        scale_pair(word(scale[c / 2], c & 1 ? 3 : 1), next_top, next_bottom);
-      }
-      mma_chunk<KIND, NT>(src[c], top, bottom, next_top, next_bottom, x + c * CHUNK, STRIDE, acc);
+    for (int j = 0; j < 2; j++) {
+      const uint4 v = ((const uint4 *)tile)[(warp * 2 + j) * 32 + lane];
+      f[j][0] = v.x, f[j][1] = v.y, f[j][2] = v.z, f[j][3] = v.w;
     }
-    if (step % STEPS == STEPS - 1) {
-      float *out = part + ((wr + step / STEPS * WR) * WK + wk) * 16 * PT;
+  } else {  // half a 64-column chunk; its scale word holds both blocks of rows g and g + 8
+    const uint2 v = ((const uint2 *)tile)[((warp >> 1) * 32 + lane) * 2 + (warp & 1)];
+    const u32 *scales = (const u32 *)(tile + stage_codes(NVFP4)) + (warp >> 2) * 32;
+    const u32 w = scales[(lane >> 2) * 4 + (warp & 3)];
+    const u32 top = scale_pair((u16)w), bottom = scale_pair((u16)(w >> 16));
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      unpack_fp4(j ? v.y : v.x, f[j]);
+      const u32 up = __byte_perm(top, 0, j ? 0x3232 : 0x1010);
+      const u32 down = __byte_perm(bottom, 0, j ? 0x3232 : 0x1010);
+      f[j][0] = mul_half2(f[j][0], up);
+      f[j][1] = mul_half2(f[j][1], down);
+      f[j][2] = mul_half2(f[j][2], up);
+      f[j][3] = mul_half2(f[j][3], down);
+    }
+  }
+}
+
+// Sums of `count` tiles from column k0 on, left in `memory` as [tile][row][token][warp].
+template <int KIND, int K, int K_LENGTH, int NT, int TILES>
+__device__ __forceinline__ void block_tiles(const uint4 *weight, const BatchArgs &a, int first,
+                                            int count, int k0, u8 *memory, u64 *full, u64 *empty) {
+  constexpr int STEPS = K_LENGTH / X_COLUMNS, X_BYTES = NT * 8 * X_STRIDE * 2;
+  constexpr int STAGE_BYTES = X_BYTES + TILES * stage_tile(KIND);
+  constexpr int TILE_CODES = stage_codes(KIND) * (K / X_COLUMNS);
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const u64 policy = stream_policy();
+  const auto request_weights = [&](int step) {
+    u8 *to = memory + step % STAGES * STAGE_BYTES + X_BYTES;
+    u64 *barrier = full + step % STAGES;
+    barrier_expect(barrier, X_BYTES + count * stage_tile(KIND));
+    const int block = k0 / X_COLUMNS + step;
+    for (int i = 0; i < count; i++) {
+      bulk_copy(to + i * stage_tile(KIND),
+                (const u8 *)weight + (size_t)(first + i) * TILE_CODES + block * stage_codes(KIND),
+                stage_codes(KIND), barrier, policy);
+      if (KIND == NVFP4)
+        bulk_copy(to + i * stage_tile(KIND) + stage_codes(KIND),
+                  (const u8 *)a.scales + (size_t)(first + i) * K + block * X_COLUMNS, X_COLUMNS,
+                  barrier, policy);
+    }
+  };
+  const auto request_x = [&](int step) {
+    const int block = k0 / X_COLUMNS + step;
+    bulk_copy(memory + step % STAGES * STAGE_BYTES, a.x + (size_t)block * 32 * X_STRIDE, X_BYTES,
+              full + step % STAGES);
+  };
+  if (threadIdx.x == 0)
+    for (int s = 0; s < min(STAGES, STEPS); s++) request_weights(s);
+  pdl_wait();
+  pdl_trigger();
+  if (threadIdx.x == 0) {
+    asm volatile("fence.proxy.async.global;" ::: "memory");  // x was written by ordinary stores
+    for (int s = 0; s < min(STAGES, STEPS); s++) request_x(s);
+  }
+  float acc[TILES][NT][4] = {};
+#pragma unroll 1
+  for (int step = 0; step < STEPS; step++) {
+    const int stage = step % STAGES;
+    barrier_wait(full + stage, step / STAGES & 1);
+    const u16 *xs = (const u16 *)(memory + stage * STAGE_BYTES) + warp * 32;
+    const u8 *tiles = memory + stage * STAGE_BYTES + X_BYTES;
+    uint2 b[2][NT];
+#pragma unroll
+    for (int j = 0; j < 2; j++)
 #pragma unroll
       for (int n = 0; n < NT; n++)
+        b[j][n] = *(const uint2 *)(xs + (n * 8 + g) * X_STRIDE + j * 16 + 4 * t);
 #pragma unroll
-        for (int i = 0; i < 4; i++) out[(g + i / 2 * 8) * PT + n * 8 + 2 * t + i % 2] = acc[n][i];
+    for (int i = 0; i < TILES; i++) {
+      if (i >= count) break;
+      u32 f[2][4];
+      load_blocks<KIND>(tiles + i * stage_tile(KIND), f);
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+#pragma unroll
+        for (int n = 0; n < NT; n++) mma(acc[i][n], f[j], b[j][n]);
     }
-  };
-  if (steps > 0) fetch(0, q[0], s[0]);
-  if (steps > 1) fetch(1, q[1], s[1]);
-  pdl_wait();
-  pdl_trigger();
-  for (int i = threadIdx.x; i < NT * 8 * KC / 8; i += BATCH_THREADS) {
-    const int row = i / (KC / 8), c = i % (KC / 8);
-    *(uint4 *)(xs + row * STRIDE + c * 8) = *(const uint4 *)(a.x + (size_t)row * K + rank * KC + c * 8);
+    if (step + STAGES >= STEPS) continue;
+    __syncwarp();
+    if (lane == 0) barrier_arrive(empty + stage);
+    if (threadIdx.x == 0) {
+      barrier_wait(empty + stage, step / STAGES & 1);
+      request_weights(step + STAGES);
+      request_x(step + STAGES);
+    }
   }
+  __syncthreads();  // all stages are consumed: their memory takes the sums
+  float *sums = (float *)memory;
+#pragma unroll
+  for (int i = 0; i < TILES; i++)
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int c = 0; c < 4; c++)
+        sums[((i * WARPS + warp) * NT * 8 + n * 8 + 2 * t + c % 2) * 17 + g + c / 2 * 8] = acc[i][n][c];
   __syncthreads();
-  for (int step = 0; step < steps; step += 2) {
-    use(step, q[0], s[0]);
-    if (step + 2 < steps) fetch(step + 2, q[0], s[0]);
-    if (step + 1 < steps) use(step + 1, q[1], s[1]);
-    if (step + 3 < steps) fetch(step + 3, q[1], s[1]);
-  }
 }
 
-template <int KIND, int K, int NT, int WK, int TPC, int EPI>
+template <int KIND, int K, int K_LENGTH, int NT, int TILES, int EPI>
 __device__ __forceinline__ void batched_linear(const BatchArgs &a) {
-  constexpr int KC = K / CLUSTER, PT = NT * 8 + 1;
-  extern __shared__ __align__(16) u8 memory[];
-  u16 *xs = (u16 *)memory;
-  float *part = (float *)(memory + NT * 8 * (KC + 16) * 2);
-  const int cluster = blockIdx.x / CLUSTER;
-  const bool second = cluster >= a.clusters_main;
-  const int base = (second ? cluster - a.clusters_main : cluster) * TPC;
-  const int count = min(TPC, (second ? a.tiles16 : a.tiles) - base);
-  if (second)
-    partial_tiles<F16, K, NT, WK, TPC>(a.weight16, nullptr, base, count, a, xs, part);
+  extern __shared__ __align__(128) u8 memory[];
+  __shared__ __align__(8) u64 full[STAGES], empty[STAGES];
+  const bool second = blockIdx.x >= a.blocks_main;
+  const int first = second ? blockIdx.x - a.blocks_main : blockIdx.x * TILES;
+  const int count = second ? 1 : min(TILES, a.tiles - first), part = blockIdx.y;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; s++) {
+      barrier_init(full + s, 1);
+      barrier_init(empty + s, WARPS);
+    }
+    barrier_fence();
+  }
+  __syncthreads();
+  if (EPI != PARTIAL && second)
+    block_tiles<F16, K, K_LENGTH, NT, 1>(a.weight16, a, first, 1, 0, memory, full, empty);
   else
-    partial_tiles<KIND, K, NT, WK, TPC>(a.weight, a.scales, base, count, a, xs, part);
-  cluster_sync();
+    block_tiles<KIND, K, K_LENGTH, NT, TILES>(a.weight, a, first, count, part * K_LENGTH, memory, full,
+                                              empty);
+  const float *sums = (const float *)memory;
   const bool swiglu = EPI == SWIGLU && !second;
-  const int rows = swiglu ? 8 : 16, total = count * NT * 8 * rows;
+  const int rows = swiglu ? 8 : 16;
   const float *alpha = second ? a.alpha16 : a.alpha;
   const float unit = KIND == NVFP4 && !second ? WIDE_UNIT : 1.f;
-  for (int i = cluster_rank() * BATCH_THREADS + threadIdx.x; i < total;
-       i += CLUSTER * BATCH_THREADS) {
-    const int row = i % rows, token = i / rows % (NT * 8), tile = i / rows / (NT * 8);
-    const float *p = part + tile * WK * 16 * PT + row * PT + token;
+  for (int o = threadIdx.x; o < count * NT * 8 * rows; o += BATCH_THREADS) {
+    const int row = o % rows, token = o / rows % (NT * 8), i = o / rows / (NT * 8);
+    const float *p = sums + (i * WARPS * NT * 8 + token) * 17 + row;
     float v = 0.f, up = 0.f;
 #pragma unroll
-    for (u32 r = 0; r < CLUSTER; r++)
-#pragma unroll
-      for (int k = 0; k < WK; k++) {
-        v += load_remote(p + k * 16 * PT, r);
-        if (EPI == SWIGLU && swiglu) up += load_remote(p + k * 16 * PT + 8 * PT, r);
-      }
-    v *= unit * alpha[(base + tile) * 2 + row / 8];
-    const int column = (base + tile) * 16 + row;
-    if (second) {
-      a.y16[(size_t)token * a.ld16 + column] = v;
-    } else if (EPI == STORE) {
-      a.y[(size_t)token * a.ld + column] = v;
-    } else if (EPI == RESIDUAL) {
-      a.y[(size_t)token * a.ld + column] += v;
-    } else {
-      up *= unit * alpha[(base + tile) * 2 + 1];
-      a.h[((size_t)token * ROWS_PER_TOKEN + TOP_K) * WIDTH + (base + tile) * 8 + row] =
-          to_half(silu(v) * up * H_SCALE);
+    for (int w = 0; w < WARPS; w++) {
+      v += p[w * NT * 8 * 17];
+      if (swiglu) up += p[w * NT * 8 * 17 + 8];
     }
+    const int tile = first + i, column = tile * 16 + row;
+    v *= unit * alpha[tile * 2 + row / 8];
+    if (second) a.y16[(size_t)token * a.ld16 + column] = v;
+    else if (EPI == STORE) a.y[(size_t)token * a.ld + column] = v;
+    else if (EPI == PARTIAL) a.y[((size_t)part * 32 + token) * a.ld + column] = v;
+    else
+      a.h[((size_t)token * ROWS_PER_TOKEN + TOP_K) * WIDTH + tile * 8 + row] =
+          to_half(silu(v) * up * unit * alpha[tile * 2 + 1] * H_SCALE);
   }
-  cluster_sync();  // nobody leaves while its partial sums are being read
 }
 
-#define BATCHED(name, kind, k, nt, wk, tpc, epi)                                              \
-  extern "C" __global__ void __launch_bounds__(BATCH_THREADS) __cluster_dims__(CLUSTER, 1, 1) \
-      name##_##nt(const BatchArgs a) {                                                        \
-    batched_linear<kind, k, nt, wk, tpc, epi>(a);                                             \
+#define BATCHED(name, kind, k, length, nt, tiles, epi)                                         \
+  extern "C" __global__ void __launch_bounds__(BATCH_THREADS) name##_##nt(const BatchArgs a) { \
+    batched_linear<kind, k, length, nt, tiles, epi>(a);                                        \
   }
-#define SIZES(name, kind, k, wk, tpc, epi)                                                    \
-  BATCHED(name, kind, k, 1, wk, tpc, epi)                                                     \
-  BATCHED(name, kind, k, 2, wk, tpc, epi)                                                     \
-  BATCHED(name, kind, k, 4, wk, tpc, epi)
-SIZES(batched_in, FP8, HIDDEN, 1, IN_TILES, STORE)
-SIZES(batched_qkv, FP8, HIDDEN, 1, QKV_TILES, STORE)
-SIZES(batched_out, FP8, VALUE_WIDTH, 2, OUT_TILES, RESIDUAL)
-SIZES(batched_router, NVFP4, HIDDEN, 4, ROUTER_TILES, SWIGLU)
+#define SIZES(name, kind, k, length, tiles, epi)   \
+  BATCHED(name, kind, k, length, 1, tiles, epi)    \
+  BATCHED(name, kind, k, length, 2, tiles, epi)    \
+  BATCHED(name, kind, k, length, 4, tiles, epi)
+SIZES(batched_in, FP8, HIDDEN, HIDDEN, IN_TILES, STORE)
+SIZES(batched_qkv, FP8, HIDDEN, HIDDEN, QKV_TILES, STORE)
+SIZES(batched_out, FP8, VALUE_WIDTH, (VALUE_WIDTH / OUT_PARTS), OUT_TILES, PARTIAL)
+SIZES(batched_router, NVFP4, HIDDEN, HIDDEN, ROUTER_TILES, SWIGLU)
 
-// Logits of up to NT * 8 rows: all activations in shared memory, a warp owns a tile.
-#define HEAD_THREADS 512
+// Logits of up to NT * 8 rows: all activations stay in shared memory; a warp owns HEAD_TILES
+// neighbouring tiles, 128 columns at a time through its own queue.
+#define HEAD_TILES 4
+#define HEAD_STAGES 2
+#define HEAD_PIECE (16 * 128 / 2 + 128)  // codes and scales of one tile
+#define HEAD_BYTES (HEAD_TILES * HEAD_PIECE)
 template <int NT> __device__ __forceinline__ void batched_head(const BatchArgs &a) {
-  constexpr int CH = HIDDEN / 64, U = 4, STEPS = CH / U, STRIDE = HIDDEN + 16;
-  extern __shared__ __align__(16) u8 memory[];
-  u16 *xs = (u16 *)memory;
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int warps = HEAD_THREADS / 32, first = blockIdx.x * warps + (threadIdx.x >> 5);
-  const int stride = gridDim.x * warps;
-  const int steps = (a.tiles - first + stride - 1) / stride * STEPS;
-  uint4 q[2][U], s[2][U / 2];
-  const auto fetch = [&](int step, uint4 *dst, uint4 *scale) {
-    const size_t tile = first + (size_t)(step / STEPS) * stride;
-    const size_t chunk = tile * CH + step % STEPS * U;
-#pragma unroll
-    for (int c = 0; c < U; c++) dst[c] = load_stream(a.weight + (chunk + c) * 32 + lane);
-#pragma unroll
-    for (int c = 0; c < U / 2; c++)
-      scale[c] = load_stream((const uint4 *)a.scales + (chunk / 2 + c) * 8 + g);
+  constexpr int PIECES = HIDDEN / 128, BLOCKS = HIDDEN / X_COLUMNS, X_BYTES = NT * 8 * X_STRIDE * 2;
+  extern __shared__ __align__(128) u8 memory[];
+  __shared__ __align__(8) u64 barriers[WARPS][HEAD_STAGES], x_full;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int groups = a.tiles / HEAD_TILES, first = blockIdx.x * WARPS + warp;
+  const int stride = gridDim.x * WARPS;
+  const int steps = (groups - first + stride - 1) / stride * PIECES;
+  const u64 policy = stream_policy();
+  u8 *mine = memory + BLOCKS * X_BYTES + warp * HEAD_STAGES * HEAD_BYTES;
+  const auto request = [&](int step) {  // lanes 0 .. HEAD_TILES - 1: a tile each
+    if (step >= steps) return;
+    const int stage = step % HEAD_STAGES;
+    if (lane == 0) barrier_expect(barriers[warp] + stage, HEAD_BYTES);
+    __syncwarp();
+    if (lane >= HEAD_TILES) return;
+    const size_t tile = (size_t)(first + step / PIECES * stride) * HEAD_TILES + lane;
+    const size_t piece = tile * PIECES + step % PIECES;
+    u8 *to = mine + stage * HEAD_BYTES + lane * HEAD_PIECE;
+    bulk_copy(to, (const u8 *)a.weight + piece * 1024, 1024, barriers[warp] + stage, policy);
+    bulk_copy(to + 1024, (const u8 *)a.scales + piece * 128, 128, barriers[warp] + stage, policy);
   };
-  float acc[NT][4];
-  const auto use = [&](int step, const uint4 *src, const uint4 *scale) {
-    if (step % STEPS == 0)
-#pragma unroll
-      for (int n = 0; n < NT; n++) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.f;
-#pragma unroll
-    for (int c = 0; c < U; c++) {
-      u32 top, bottom, next_top, next_bottom;
-      scale_pair(word(scale[c / 2], c & 1 ? 2 : 0), top, bottom);
-      scale_pair(word(scale[c / 2], c & 1 ? 3 : 1), next_top, next_bottom);
-      mma_chunk<NVFP4, NT>(src[c], top, bottom, next_top, next_bottom,
-                           xs + (step % STEPS * U + c) * 64, STRIDE, acc);
-    }
-    if (step % STEPS == STEPS - 1) {
-      const int tile = first + step / STEPS * stride;
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int row = g + i / 2 * 8;
-        const float unit = WIDE_UNIT * a.alpha[tile * 2 + i / 2];
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-          a.y[(size_t)(n * 8 + 2 * t + i % 2) * a.ld + tile * 16 + row] = acc[n][i] * unit;
-      }
-    }
-  };
-  if (steps > 0) fetch(0, q[0], s[0]);
-  if (steps > 1) fetch(1, q[1], s[1]);
-  pdl_wait();
-  pdl_trigger();
-  for (int i = threadIdx.x; i < NT * HIDDEN; i += HEAD_THREADS) {
-    const int row = i / (HIDDEN / 8), c = i % (HIDDEN / 8);
-    *(uint4 *)(xs + row * STRIDE + c * 8) = *(const uint4 *)(a.x + (size_t)row * HIDDEN + c * 8);
+  if (lane == 0) {
+    for (int s = 0; s < HEAD_STAGES; s++) barrier_init(barriers[warp] + s, 1);
+    if (warp == 0) barrier_init(&x_full, 1);
+    barrier_fence();
   }
   __syncthreads();
-  for (int step = 0; step < steps; step += 2) {
-    use(step, q[0], s[0]);
-    if (step + 2 < steps) fetch(step + 2, q[0], s[0]);
-    if (step + 1 < steps) use(step + 1, q[1], s[1]);
-    if (step + 3 < steps) fetch(step + 3, q[1], s[1]);
+  for (int s = 0; s < HEAD_STAGES; s++) request(s);
+  pdl_wait();
+  pdl_trigger();
+  if (threadIdx.x == 0) {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+    barrier_expect(&x_full, BLOCKS * X_BYTES);
+    for (int b = 0; b < BLOCKS; b++)
+      bulk_copy(memory + b * X_BYTES, a.x + (size_t)b * 32 * X_STRIDE, X_BYTES, &x_full);
+  }
+  barrier_wait(&x_full, 0);
+  float acc[HEAD_TILES][NT][4];
+#pragma unroll 1
+  for (int step = 0; step < steps; step++) {
+    const int stage = step % HEAD_STAGES, piece = step % PIECES;
+    if (piece == 0)
+#pragma unroll
+      for (int i = 0; i < HEAD_TILES; i++)
+#pragma unroll
+        for (int n = 0; n < NT; n++) acc[i][n][0] = acc[i][n][1] = acc[i][n][2] = acc[i][n][3] = 0.f;
+    barrier_wait(barriers[warp] + stage, step / HEAD_STAGES & 1);
+    const u8 *pieces = mine + stage * HEAD_BYTES;
+    const u16 *xs = (const u16 *)(memory + piece * 128 / X_COLUMNS * X_BYTES) + piece * 128 % X_COLUMNS;
+#pragma unroll 1
+    for (int j = 0; j < 8; j += 2) {
+      uint2 b[2][NT];
+#pragma unroll
+      for (int k = 0; k < 2; k++)
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+          b[k][n] = *(const uint2 *)(xs + (n * 8 + g) * X_STRIDE + (j + k) * 16 + 4 * t);
+#pragma unroll
+      for (int i = 0; i < HEAD_TILES; i++) {
+        const uint2 v = ((const uint2 *)(pieces + i * HEAD_PIECE))[(j / 4 * 32 + lane) * 2 + (j / 2 & 1)];
+        const u32 w = ((const u32 *)(pieces + i * HEAD_PIECE + 1024))[g * 4 + j / 2];
+        const u32 top = scale_pair((u16)w), bottom = scale_pair((u16)(w >> 16));
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+          u32 f[4];
+          unpack_fp4(k ? v.y : v.x, f);
+          const u32 up = __byte_perm(top, 0, k ? 0x3232 : 0x1010);
+          const u32 down = __byte_perm(bottom, 0, k ? 0x3232 : 0x1010);
+          f[0] = mul_half2(f[0], up);
+          f[1] = mul_half2(f[1], down);
+          f[2] = mul_half2(f[2], up);
+          f[3] = mul_half2(f[3], down);
+#pragma unroll
+          for (int n = 0; n < NT; n++) mma(acc[i][n], f, b[k][n]);
+        }
+      }
+    }
+    __syncwarp();
+    request(step + HEAD_STAGES);
+    if (piece < PIECES - 1) continue;
+#pragma unroll
+    for (int i = 0; i < HEAD_TILES; i++) {
+      const int tile = (first + step / PIECES * stride) * HEAD_TILES + i;
+#pragma unroll
+      for (int c = 0; c < 4; c++) {
+        const float unit = WIDE_UNIT * a.alpha[tile * 2 + c / 2];
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+          a.y[(size_t)(n * 8 + 2 * t + c % 2) * a.ld + tile * 16 + g + c / 2 * 8] = acc[i][n][c] * unit;
+      }
+    }
   }
 }
-#define HEAD(nt)                                                                       \
-  extern "C" __global__ void __launch_bounds__(HEAD_THREADS) head_##nt(const BatchArgs a) { \
-    batched_head<nt>(a);                                                               \
+#define HEAD(nt)                                                                              \
+  extern "C" __global__ void __launch_bounds__(BATCH_THREADS) head_##nt(const BatchArgs a) {  \
+    batched_head<nt>(a);                                                                      \
   }
 HEAD(1)
 HEAD(2)

@@ -32,6 +32,48 @@ __device__ __forceinline__ u32 load_stream(const u32 *p) {
   return v;
 }
 
+// Bulk copies: one thread asks for a run of bytes, which counts towards a barrier in shared memory.
+__device__ __forceinline__ u32 shared_address(const void *p) {
+  return (u32)__cvta_generic_to_shared(p);
+}
+__device__ __forceinline__ void barrier_init(u64 *barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
+               : "memory");
+}
+// Makes initialised barriers visible to the copy engine; a block barrier must follow.
+__device__ __forceinline__ void barrier_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u64 *barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(u64 *barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u64 *barrier, u32 parity) {
+  asm volatile("{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n"
+               "@p bra done;\nbra again;\ndone:\n}" ::"r"(shared_address(barrier)), "r"(parity)
+               : "memory");
+}
+// Weights leave the L2 first: activations, states of a few layers and code stay.
+__device__ __forceinline__ u64 stream_policy() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void bulk_copy(void *to, const void *from, u32 bytes, u64 *barrier,
+                                          u64 policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+               "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to)), "l"(from), "r"(bytes),
+               "r"(shared_address(barrier)), "l"(policy) : "memory");
+}
+__device__ __forceinline__ void bulk_copy(void *to, const void *from, u32 bytes, u64 *barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+               "[%0], [%1], %2, [%3];" ::"r"(shared_address(to)), "l"(from), "r"(bytes),
+               "r"(shared_address(barrier)) : "memory");
+}
+
 __device__ __forceinline__ u32 pack_half2(float low, float high) {
   u32 r;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
@@ -167,7 +209,7 @@ template <int NB> __device__ __forceinline__ void fold_columns(float *acc) {
 }
 #define FP4_UNIT 16384.f  // undoes the 2^-14 of unpack_fp4
 
-// The `rank`-th of a warp's registers: TOP_K largest router logits, equal ones by lowest id.
+// The TOP_K largest router logits, equal ones by lowest id.
 // Lane r < TOP_K ends with the id and the softmax weight of the r-th expert.
 __device__ __forceinline__ void top_experts(const float *logits, int &id, float &weight) {
   constexpr int PER = EXPERTS / 32;
@@ -180,7 +222,7 @@ __device__ __forceinline__ void top_experts(const float *logits, int &id, float 
   }
   id = 0;
   u32 mine = 0, largest = 0;
-#pragma unroll
+#pragma unroll 1
   for (int r = 0; r < TOP_K; r++) {
     u32 best = 0;
 #pragma unroll
@@ -198,4 +240,59 @@ __device__ __forceinline__ void top_experts(const float *logits, int &id, float 
   const auto value = [](u32 k) { return __uint_as_float(k & 0x80000000u ? k & 0x7FFFFFFFu : ~k); };
   const float e = lane < TOP_K ? __expf(value(mine) - value(largest)) : 0.f;
   weight = e / lane_sum(e);
+}
+
+// A warp's own queue of weight slices, 16 rows x 512 columns of NVFP4 each: 4 KB of codes, 512 B of
+// scales. Slices follow one another across tiles, so the queue never runs dry between them.
+#define SLICE_K 512
+#define SLICE_CODES (16 * SLICE_K / 2)
+#define SLICE_BYTES (SLICE_CODES + SLICE_K)
+template <int STAGES> struct SliceQueue {
+  u8 *memory;      // [STAGES][SLICE_BYTES]
+  u64 *barriers;   // [STAGES]
+  u64 policy;
+  int taken;       // slices consumed so far
+
+  // Lane 0 calls this for slice `s` of the warp; `index` counts slices in the whole matrix.
+  __device__ __forceinline__ void request(int s, const uint4 *weight, const u32 *scales,
+                                          size_t index) {
+    const int stage = s % STAGES;
+    barrier_expect(barriers + stage, SLICE_BYTES);
+    bulk_copy(memory + stage * SLICE_BYTES, (const u8 *)weight + index * SLICE_CODES, SLICE_CODES,
+              barriers + stage, policy);
+    bulk_copy(memory + stage * SLICE_BYTES + SLICE_CODES, (const u8 *)scales + index * SLICE_K,
+              SLICE_K, barriers + stage, policy);
+  }
+  __device__ __forceinline__ const u8 *wait() const {
+    barrier_wait(barriers + taken % STAGES, taken / STAGES & 1);
+    return memory + taken % STAGES * SLICE_BYTES;
+  }
+};
+
+// Products of a slice with NB rows: b[group][h] as in dot_group.
+template <int NB>
+__device__ __forceinline__ void dot_slice(const u8 *slice, const uint2 (*b)[NB], float *acc) {
+  const int lane = threadIdx.x & 31, g = lane >> 2;
+#pragma unroll
+  for (int i = 0; i < SLICE_K / 128; i++) {
+    const uint4 *codes = (const uint4 *)slice + i * 64 + lane;
+    const uint4 q[2] = {codes[0], codes[32]};
+    const u32 *scales = (const u32 *)(slice + SLICE_CODES) + i * 32;
+    if (NB == 1) {
+      const u32 scale = scales[lane];
+      dot_group<NB>(q, &scale, b[i], acc);
+    } else {
+      const uint4 v = ((const uint4 *)scales)[g];
+      const u32 scale[4] = {v.x, v.y, v.z, v.w};
+      dot_group<NB>(q, scale, b[i], acc);
+    }
+  }
+}
+
+// Activations of the batched products: blocks of X_COLUMNS columns, 32 padded rows each, so that
+// one bulk copy stages a block.
+#define X_COLUMNS 256
+#define X_STRIDE (X_COLUMNS + 16)
+__device__ __forceinline__ size_t activation_index(int row, int column) {
+  return ((size_t)(column / X_COLUMNS) * 32 + row) * X_STRIDE + column % X_COLUMNS;
 }

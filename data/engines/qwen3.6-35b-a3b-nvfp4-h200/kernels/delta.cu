@@ -15,7 +15,7 @@ struct DeltaArgs {
   float *ring;             // [slots, 4, CONV_WIDTH]
   float *state;
   float *o;                // decode at one row: [rows, VALUE_WIDTH]
-  u16 *gated;              // batched decode: [rows, VALUE_WIDTH] fp16 after gate and norm
+  u16 *gated;              // batched decode: fp16 after gate and norm, see activation_index
   int ld, ld_ab;
   float eps;
 };
@@ -120,7 +120,7 @@ template <int COLUMNS> __device__ __forceinline__ void delta_step(const DeltaArg
   const float o = tid < VALUE_DIM ? os[tid] : 0.f;
   const float r = rsqrtf(block_sum<8>(o * o, scratch) / VALUE_DIM + a.eps);
   if (tid < VALUE_DIM)
-    a.gated[(size_t)row * VALUE_WIDTH + head * VALUE_DIM + tid] =
+    a.gated[activation_index(row, head * VALUE_DIM + tid)] =
         to_half(o * r * a.norm[tid] * silu(x[CONV_WIDTH + head * VALUE_DIM + tid]));
 }
 extern "C" __global__ void __launch_bounds__(DELTA_THREADS) delta_single(const DeltaArgs a) {

@@ -1,11 +1,13 @@
-// Routed experts for many rows. `route` lists, for each touched expert (a *unit*), the rows that
-// chose it; warps own (unit, row tile) pairs and take eight of its rows at a time.
+// Routed experts for many rows. `route` lists units, up to eight rows of one expert each; warps own
+// (unit, row tile) pairs, whose weights come through the warp's own queue of bulk copies.
+
+#define UNIT_ROWS 8
 
 struct RouteArgs {
   const float *logits;     // [rows, LOGITS_LD]
   const int *row_slot;     // rows of the scratch slot choose no expert
   float *weights;          // [rows, ROWS_PER_TOKEN]: eight softmax weights, the shared gate
-  int *units;              // [0]: touched experts; then (expert, first, count) each
+  int *units;              // [0]: how many; then (expert, first member, count) each
   int *members;            // row * ROWS_PER_TOKEN + rank, grouped by unit
   int *touched_sum;        // running total of touched experts, for statistics
   int rows, scratch;
@@ -15,7 +17,7 @@ struct RouteArgs {
 extern "C" __global__ void __launch_bounds__(1024) route(const RouteArgs a) {
   __shared__ u32 chosen[EXPERTS];             // bit r: row r chose this expert
   __shared__ u8 rank_of[32][EXPERTS];
-  __shared__ int sums[2][EXPERTS / 32];
+  __shared__ int sums[3][EXPERTS / 32];
   const int row = threadIdx.x >> 5, lane = threadIdx.x & 31;
   pdl_wait();
   pdl_trigger();
@@ -38,29 +40,33 @@ extern "C" __global__ void __launch_bounds__(1024) route(const RouteArgs a) {
   if (e >= EXPERTS) return;
   const u32 rows = chosen[e];
   const int count = __popc(rows);
-  int before = count, unit = count > 0;  // inclusive scans over the experts
+  int before = count, unit = (count + UNIT_ROWS - 1) / UNIT_ROWS;  // inclusive scans over experts
+  const int own_units = unit;
 #pragma unroll
   for (int d = 1; d < 32; d <<= 1) {
     const int x = __shfl_up_sync(~0u, before, d), y = __shfl_up_sync(~0u, unit, d);
     if (lane >= d) before += x, unit += y;
   }
-  if (lane == 31) sums[0][e >> 5] = before, sums[1][e >> 5] = unit;
+  const int touched = __popc(__ballot_sync(~0u, count > 0));
+  if (lane == 31) sums[0][e >> 5] = before, sums[1][e >> 5] = unit, sums[2][e >> 5] = touched;
   asm volatile("bar.sync 1, %0;" ::"n"(EXPERTS));
   for (int w = 0; w < e >> 5; w++) before += sums[0][w], unit += sums[1][w];
   const int first = before - count;
-  if (count) {
-    int *u = a.units + 1 + (unit - 1) * 3;
-    u[0] = e, u[1] = first, u[2] = count;
-    u32 left = rows;
-    for (int i = 0; i < count; i++) {
-      const int r = __ffs(left) - 1;
-      left &= left - 1;
-      a.members[first + i] = r * ROWS_PER_TOKEN + rank_of[r][e];
-    }
+  for (int i = 0; i < own_units; i++) {
+    int *u = a.units + 1 + (unit - own_units + i) * 3;
+    u[0] = e, u[1] = first + i * UNIT_ROWS, u[2] = min(count - i * UNIT_ROWS, UNIT_ROWS);
+  }
+  u32 left = rows;
+  for (int i = 0; i < count; i++) {
+    const int r = __ffs(left) - 1;
+    left &= left - 1;
+    a.members[first + i] = r * ROWS_PER_TOKEN + rank_of[r][e];
   }
   if (e == EXPERTS - 1) {
     a.units[0] = unit;
-    *a.touched_sum += unit;
+    int total = 0;
+    for (int w = 0; w < EXPERTS / 32; w++) total += sums[2][w];
+    *a.touched_sum += total;
   }
 }
 
@@ -72,68 +78,76 @@ struct MoeArgs {
   const u32 *shared_scales;
   const float *shared_alpha;
   const int *units, *members;
-  const u16 *x;                // gate_up: normed rows [rows, HIDDEN]
+  const u16 *x;                // gate_up: normed rows
   u16 *h;                      // [rows * ROWS_PER_TOKEN, WIDTH]
   float *out;                  // down: [rows * ROWS_PER_TOKEN, HIDDEN]
   int rows;
+  int block_stride, row_stride;  // of x: column c of row r at c / 256 * block + r * row + c % 256
 };
 #define MOE_THREADS 256
+#define MOE_STAGES 3
 
-// A row tile of one expert times NB rows; x_of(column) is the row of the product's column.
-template <int K, int NB, class Rows>
-__device__ __forceinline__ void expert_tile(const uint4 *w, const u32 *s, const u16 *x, int ld,
-                                            const Rows &row_of, float *acc) {
-  constexpr int GROUPS = K / 128, G = NB <= 2 ? 2 : 1;
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const u16 *mine = x + (size_t)row_of(g % NB) * ld + g / NB * 16 + 4 * t;
+// One pass over a row tile of K columns with NB rows. `x` is this lane's activation pointer.
+template <int K, int NB, class Request>
+__device__ __forceinline__ void expert_tile(SliceQueue<MOE_STAGES> &queue, const u16 *x,
+                                            int block_stride, const Request &request, float *acc) {
   acc[0] = acc[1] = acc[2] = acc[3] = 0.f;
-  uint4 q[2][2 * G];
-  u32 scale[2][G][NB == 1 ? 1 : 4];
-  uint2 b[2][G][NB];
-  const auto fetch = [&](int step, int k) {
+#pragma unroll 1
+  for (int piece = 0; piece < K / SLICE_K; piece++) {
+    uint2 b[SLICE_K / 128][NB];
 #pragma unroll
-    for (int i = 0; i < G; i++) {
-      const int group = step * G + i;
-      q[k][2 * i] = load_stream(w + (group * 2) * 32 + lane);
-      q[k][2 * i + 1] = load_stream(w + (group * 2 + 1) * 32 + lane);
-      if (NB == 1) {
-        scale[k][i][0] = load_stream(s + group * 32 + lane);
-      } else {
-        const uint4 v = load_stream((const uint4 *)s + group * 8 + g);
-        scale[k][i][0] = v.x, scale[k][i][1] = v.y, scale[k][i][2] = v.z, scale[k][i][3] = v.w;
-      }
+    for (int i = 0; i < SLICE_K / 128; i++)
 #pragma unroll
       for (int h = 0; h < NB; h++)
-        b[k][i][h] = *(const uint2 *)(mine + group * 128 + h * (8 / NB) * 16);
-    }
-  };
-  fetch(0, 0);
-#pragma unroll 1
-  for (int step = 0; step < GROUPS / G; step += 2) {
-    if (step + 1 < GROUPS / G) fetch(step + 1, 1);
-#pragma unroll
-    for (int i = 0; i < G; i++) dot_group<NB>(q[0] + 2 * i, scale[0][i], b[0][i], acc);
-    if (step + 1 >= GROUPS / G) break;
-    if (step + 2 < GROUPS / G) fetch(step + 2, 0);
-#pragma unroll
-    for (int i = 0; i < G; i++) dot_group<NB>(q[1] + 2 * i, scale[1][i], b[1][i], acc);
+        b[i][h] = *(const uint2 *)(x + (piece * (SLICE_K / 256) + i / 2) * block_stride + i % 2 * 128 +
+                                   h * (8 / NB) * 16);
+    dot_slice<NB>(queue.wait(), b, acc);
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) request(queue.taken + MOE_STAGES);
+    queue.taken++;
   }
   fold_columns<NB>(acc);
 }
 
-// Calls finish(column, NB, acc) after each pass over up to eight of a unit's rows.
-template <int K, class Rows, class Finish>
-__device__ __forceinline__ void expert_passes(const uint4 *w, const u32 *s, const u16 *x, int ld,
-                                              int count, const Rows &row_of, const Finish &finish) {
-  float acc[4];
-  for (int first = 0; first < count; first += 8) {
-    const int n = min(8, count - first);
-    const auto row = [&](int column) { return row_of(first + min(column, n - 1)); };
-    if (n == 1) expert_tile<K, 1>(w, s, x, ld, row, acc);
-    else if (n == 2) expert_tile<K, 2>(w, s, x, ld, row, acc);
-    else if (n <= 4) expert_tile<K, 4>(w, s, x, ld, row, acc);
-    else expert_tile<K, 8>(w, s, x, ld, row, acc);
-    finish(first, n, acc);
+// All items of this warp. tile_of(item): row tile in the stacked matrix, or -1 - tile in the shared
+// one; row_of(item, column): activation row; finish(item, column count, tile, acc).
+template <int K, class Tile, class Count, class Row, class Finish>
+__device__ __forceinline__ void expert_items(const MoeArgs &a, const u16 *x, int block_stride,
+                                             int row_stride, int items, const Tile &tile_of,
+                                             const Count &count_of, const Row &row_of,
+                                             const Finish &finish) {
+  constexpr int PIECES = K / SLICE_K;
+  extern __shared__ __align__(128) u8 memory[];
+  __shared__ __align__(8) u64 barriers[MOE_THREADS / 32][MOE_STAGES];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int first = blockIdx.x * (MOE_THREADS / 32) + warp, stride = gridDim.x * (MOE_THREADS / 32);
+  const int slices = first < items ? ((items - first - 1) / stride + 1) * PIECES : 0;
+  SliceQueue<MOE_STAGES> queue = {memory + warp * MOE_STAGES * SLICE_BYTES, barriers[warp],
+                                  stream_policy(), 0};
+  const auto request = [&](int s) {
+    if (s >= slices) return;
+    const long long tile = tile_of(first + s / PIECES * stride);
+    if (tile >= 0) queue.request(s, a.weight, a.scales, tile * PIECES + s % PIECES);
+    else queue.request(s, a.shared_weight, a.shared_scales, (-1 - tile) * PIECES + s % PIECES);
+  };
+  if (lane == 0) {
+    for (int s = 0; s < MOE_STAGES; s++) barrier_init(barriers[warp] + s, 1);
+    barrier_fence();
+    for (int s = 0; s < MOE_STAGES; s++) request(s);
+  }
+  __syncwarp();
+#pragma unroll 1
+  for (int item = first; item < items; item += stride) {
+    const int n = count_of(item);
+    float acc[4];
+    const auto lane_x = [&](int nb) {
+      return x + (size_t)row_of(item, min(g % nb, n - 1)) * row_stride + g / nb * 16 + 4 * t;
+    };
+    if (n == 1) expert_tile<K, 1>(queue, lane_x(1), block_stride, request, acc);
+    else if (n == 2) expert_tile<K, 2>(queue, lane_x(2), block_stride, request, acc);
+    else if (n <= 4) expert_tile<K, 4>(queue, lane_x(4), block_stride, request, acc);
+    else expert_tile<K, 8>(queue, lane_x(8), block_stride, request, acc);
+    finish(item, n, tile_of(item), acc);
   }
 }
 
@@ -142,70 +156,72 @@ extern "C" __global__ void __launch_bounds__(MOE_THREADS, 2) moe_gate_up(const M
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   pdl_wait();
   pdl_trigger();
-  const int items = a.units[0] * TILES, stride = gridDim.x * (MOE_THREADS / 32);
-  for (int item = blockIdx.x * (MOE_THREADS / 32) + (threadIdx.x >> 5); item < items;
-       item += stride) {
-    const int *unit = a.units + 1 + item / TILES * 3;
-    const size_t tile = (size_t)unit[0] * TILES + item % TILES;
-    const int *members = a.members + unit[1];
-    const float gate_alpha = a.alpha[tile * 2] * FP4_UNIT, up_alpha = a.alpha[tile * 2 + 1] * FP4_UNIT;
-    expert_passes<HIDDEN>(
-        a.weight + tile * (HIDDEN / 64) * 32, a.scales + tile * (HIDDEN / 128) * 32, a.x, HIDDEN,
-        unit[2], [&](int i) { return members[i] / ROWS_PER_TOKEN; },
-        [&](int first, int n, const float *acc) {
+  const auto unit = [&](int item) { return a.units + 1 + item / TILES * 3; };
+  expert_items<HIDDEN>(
+      a, a.x, a.block_stride, a.row_stride, a.units[0] * TILES,
+      [&](int item) { return (long long)unit(item)[0] * TILES + item % TILES; },
+      [&](int item) { return unit(item)[2]; },
+      [&](int item, int column) { return a.members[unit(item)[1] + column] / ROWS_PER_TOKEN; },
+      [&](int item, int n, long long tile, const float *acc) {
+        const float gate_alpha = a.alpha[tile * 2] * FP4_UNIT;
+        const float up_alpha = a.alpha[tile * 2 + 1] * FP4_UNIT;
 #pragma unroll
-          for (int i = 0; i < 2; i++)
-            if (2 * t + i < n)
-              a.h[(size_t)members[first + 2 * t + i] * WIDTH + item % TILES * 8 + g] =
-                  to_half(silu(acc[i] * gate_alpha) * acc[2 + i] * up_alpha * H_SCALE);
-        });
-  }
+        for (int i = 0; i < 2; i++)
+          if (2 * t + i < n)
+            a.h[(size_t)a.members[unit(item)[1] + 2 * t + i] * WIDTH + item % TILES * 8 + g] =
+                to_half(silu(acc[i] * gate_alpha) * acc[2 + i] * up_alpha * H_SCALE);
+      });
 }
 
-// The shared expert is the last unit: every row is a member.
+// The shared expert is the last units: every row is a member.
 extern "C" __global__ void __launch_bounds__(MOE_THREADS, 2) moe_down(const MoeArgs a) {
   constexpr int TILES = HIDDEN / 16;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   pdl_wait();
   pdl_trigger();
-  const int units = a.units[0], stride = gridDim.x * (MOE_THREADS / 32);
-  for (int item = blockIdx.x * (MOE_THREADS / 32) + (threadIdx.x >> 5);
-       item < (units + (a.shared_weight != nullptr)) * TILES; item += stride) {
-    const int u = item / TILES;
-    const bool shared = u == units;
-    const int *unit = a.units + 1 + u * 3;
-    const size_t tile = (shared ? 0 : (size_t)unit[0] * TILES) + item % TILES;
-    const int *members = a.members + (shared ? 0 : unit[1]);
-    const float *alpha = (shared ? a.shared_alpha : a.alpha) + tile * 2;
-    const float unit0 = alpha[0] * (FP4_UNIT / H_SCALE), unit1 = alpha[1] * (FP4_UNIT / H_SCALE);
-    const auto row_of = [&](int i) { return shared ? i * ROWS_PER_TOKEN + TOP_K : members[i]; };
-    expert_passes<WIDTH>(
-        (shared ? a.shared_weight : a.weight) + tile * (WIDTH / 64) * 32,
-        (shared ? a.shared_scales : a.scales) + tile * (WIDTH / 128) * 32, a.h, WIDTH,
-        shared ? a.rows : unit[2], row_of, [&](int first, int n, const float *acc) {
+  const int units = a.units[0];
+  const int shared_units = a.shared_weight ? (a.rows + UNIT_ROWS - 1) / UNIT_ROWS : 0;
+  const auto unit = [&](int item) { return a.units + 1 + item / TILES * 3; };
+  const auto is_shared = [&](int item) { return item / TILES >= units; };
+  const auto shared_first = [&](int item) { return (item / TILES - units) * UNIT_ROWS; };
+  const auto row_of = [&](int item, int column) {
+    return is_shared(item) ? (shared_first(item) + column) * ROWS_PER_TOKEN + TOP_K
+                           : a.members[unit(item)[1] + column];
+  };
+  expert_items<WIDTH>(
+      a, a.h, 256, WIDTH, (units + shared_units) * TILES,
+      [&](int item) {
+        return is_shared(item) ? -1ll - item % TILES : (long long)unit(item)[0] * TILES + item % TILES;
+      },
+      [&](int item) {
+        return is_shared(item) ? min(a.rows - shared_first(item), UNIT_ROWS) : unit(item)[2];
+      },
+      row_of, [&](int item, int n, long long tile, const float *acc) {
+        const float *alpha = tile >= 0 ? a.alpha + tile * 2 : a.shared_alpha + (-1 - tile) * 2;
+        const float top = alpha[0] * (FP4_UNIT / H_SCALE), bottom = alpha[1] * (FP4_UNIT / H_SCALE);
 #pragma unroll
-          for (int i = 0; i < 2; i++)
-            if (2 * t + i < n) {
-              float *out = a.out + (size_t)row_of(first + 2 * t + i) * HIDDEN + item % TILES * 16;
-              out[g] = acc[i] * unit0;
-              out[g + 8] = acc[2 + i] * unit1;
-            }
-        });
-  }
+        for (int i = 0; i < 2; i++)
+          if (2 * t + i < n) {
+            float *out = a.out + (size_t)row_of(item, 2 * t + i) * HIDDEN + item % TILES * 16;
+            out[g] = acc[i] * top;
+            out[g + 8] = acc[2 + i] * bottom;
+          }
+      });
 }
 
 struct NormArgs {
   float *x;               // [rows, HIDDEN] residual stream
-  const float *parts;     // [rows * ROWS_PER_TOKEN, HIDDEN] or null
+  const float *parts;     // experts [rows * ROWS_PER_TOKEN, HIDDEN] or null
   const float *weights;   // [rows, ROWS_PER_TOKEN]
+  const float *sums;      // partial sums of the mixer's projection [OUT_PARTS, 32, HIDDEN] or null
   const float *norm;
   const int *row_slot;
-  u16 *xn;                // [rows, HIDDEN] normed
-  int scratch;
+  u16 *xn;                // normed, strides as in MoeArgs
+  int scratch, block_stride, row_stride;
   float eps;
 };
 
-// Add the experts in rank order (if any), then norm: one block a row.
+// Add partial sums and experts in their order, if there are any, then norm: one block a row.
 extern "C" __global__ void __launch_bounds__(256) combine_norm(const NormArgs a) {
   constexpr int PER = HIDDEN / 256;
   __shared__ float scratch[8];
@@ -218,6 +234,15 @@ extern "C" __global__ void __launch_bounds__(256) combine_norm(const NormArgs a)
   float *x = a.x + (size_t)row * HIDDEN + first;
 #pragma unroll
   for (int i = 0; i < PER; i += 4) *(float4 *)(v + i) = *(const float4 *)(x + i);
+  if (a.sums) {
+#pragma unroll
+    for (int p = 0; p < OUT_PARTS; p++)
+#pragma unroll
+      for (int i = 0; i < PER; i += 4) {
+        const float4 s = *(const float4 *)(a.sums + ((size_t)p * 32 + row) * HIDDEN + first + i);
+        v[i] += s.x, v[i + 1] += s.y, v[i + 2] += s.z, v[i + 3] += s.w;
+      }
+  }
   if (a.parts && a.row_slot[row] != a.scratch) {
 #pragma unroll
     for (int r = 0; r < ROWS_PER_TOKEN; r++) {
@@ -232,14 +257,15 @@ extern "C" __global__ void __launch_bounds__(256) combine_norm(const NormArgs a)
         v[i + 3] = fmaf(w, p.w, v[i + 3]);
       }
     }
+  }
+  if (a.parts || a.sums)
 #pragma unroll
     for (int i = 0; i < PER; i += 4) *(float4 *)(x + i) = *(const float4 *)(v + i);
-  }
 #pragma unroll
   for (int i = 0; i < PER; i++) sum = fmaf(v[i], v[i], sum);
   const float r = rsqrtf(block_sum<8>(sum, scratch) / HIDDEN + a.eps);
 #pragma unroll
   for (int i = 0; i < PER; i += 2)
-    *(u32 *)(a.xn + (size_t)row * HIDDEN + first + i) =
+    *(u32 *)(a.xn + (size_t)(first / 256) * a.block_stride + (size_t)row * a.row_stride + first % 256 + i) =
         pack_half2(v[i] * r * (1.f + norm[i]), v[i + 1] * r * (1.f + norm[i + 1]));
 }

@@ -1,4 +1,5 @@
-// Products of one token: every block owns whole row tiles, its eight warps split K.
+// Products of one token. A block owns whole row tiles, its eight warps split K; the weights come
+// through a queue of bulk copies, the first of them before the predecessor has finished.
 
 struct SingleArgs {
   const uint4 *weight;     // main matrix, packed tiles
@@ -17,10 +18,11 @@ struct SingleArgs {
   float eps;
 };
 
-enum { FP8, NVFP4 };
+enum { FP8, NVFP4, F16 };
 enum { NORM, GATED, RAW };
 enum { STORE, RESIDUAL, SWIGLU };
 #define SINGLE_THREADS 256
+#define WARPS 8
 #define MAX_TILES 8
 
 // Zero-centred RMS norm of the residual stream into shared fp16.
@@ -40,7 +42,7 @@ __device__ __forceinline__ void norm_to_shared(const float *x, const NormWeights
   for (int i = 0; i < PER; i += 4) *(float4 *)(v + i) = *(const float4 *)(x + threadIdx.x * PER + i);
 #pragma unroll
   for (int i = 0; i < PER; i++) sum = fmaf(v[i], v[i], sum);
-  const float r = rsqrtf(block_sum<8>(sum, scratch) / HIDDEN + eps);
+  const float r = rsqrtf(block_sum<WARPS>(sum, scratch) / HIDDEN + eps);
 #pragma unroll
   for (int i = 0; i < PER; i += 2)
     *(u32 *)(xs + threadIdx.x * PER + i) =
@@ -89,31 +91,44 @@ template <int PRO> __device__ __forceinline__ void prologue(const SingleArgs &a,
   }
 }
 
-// One warp's K slice of a tile -> 16 row sums in red[0..15].
-template <int KIND, int CH>
-__device__ __forceinline__ void tile_rows(const uint4 *q, const u32 *s, const u16 *xs, float *red) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+constexpr int tile_codes(int kind, int k) { return 16 * k * (kind == F16 ? 4 : kind == FP8 ? 2 : 1) / 2; }
+constexpr int tile_bytes(int kind, int k) { return tile_codes(kind, k) + (kind == NVFP4 ? k : 0); }
+
+// One warp's K slice of a tile in shared memory -> 16 row sums in red[0..15].
+template <int KIND, int K>
+__device__ __forceinline__ void tile_rows(const u8 *tile, const u16 *xs, float *red) {
+  constexpr int CHUNK = KIND == FP8 ? 32 : KIND == NVFP4 ? 64 : 16, CH = K / WARPS / CHUNK;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const uint4 *q = (const uint4 *)tile + warp * CH * 32 + lane;
+  const u16 *x = xs + warp * (K / WARPS);
   float acc[4] = {0.f, 0.f, 0.f, 0.f}, odd[4] = {0.f, 0.f, 0.f, 0.f};
-  if (KIND == FP8) {
-#pragma unroll
-    for (int c = 0; c < CH; c++) {
-      u32 a[4];
-      unpack_fp8(q[c].x, q[c].y, a);
-      mma(acc, a, *(const uint2 *)(xs + c * 32 + 4 * t));
-      unpack_fp8(q[c].z, q[c].w, a);
-      mma(odd, a, *(const uint2 *)(xs + c * 32 + 16 + 4 * t));
-    }
-    acc[0] += odd[0];
-    acc[2] += odd[2];
-  } else {
+  if (KIND == NVFP4) {
+    const u32 *s = (const u32 *)(tile + tile_codes(KIND, K)) + warp * (CH / 2) * 32 + lane;
 #pragma unroll
     for (int c = 0; c < CH; c += 2) {
-      const uint2 b = *(const uint2 *)(xs + c * 64 + 4 * lane);
-      dot_group<1>(q + c, s + c / 2, &b, acc);
+      const uint4 codes[2] = {q[c * 32], q[c * 32 + 32]};
+      const uint2 b = *(const uint2 *)(x + c * 64 + 4 * lane);
+      dot_group<1>(codes, s + c / 2 * 32, &b, acc);
     }
     fold_columns<1>(acc);
     acc[0] *= FP4_UNIT;
     acc[2] *= FP4_UNIT;
+  } else {
+#pragma unroll 8
+    for (int c = 0; c < CH; c++) {
+      const uint4 v = q[c * 32];
+      u32 a[4] = {v.x, v.y, v.z, v.w};
+      if (KIND == F16) {
+        mma(c & 1 ? odd : acc, a, *(const uint2 *)(x + c * 16 + 4 * t));
+      } else {
+        unpack_fp8(v.x, v.y, a);
+        mma(acc, a, *(const uint2 *)(x + c * 32 + 4 * t));
+        unpack_fp8(v.z, v.w, a);
+        mma(odd, a, *(const uint2 *)(x + c * 32 + 16 + 4 * t));
+      }
+    }
+    acc[0] += odd[0];
+    acc[2] += odd[2];
   }
   if (t == 0) {
     red[g] = acc[0];
@@ -121,93 +136,92 @@ __device__ __forceinline__ void tile_rows(const uint4 *q, const u32 *s, const u1
   }
 }
 
-template <int KIND, int K, int PRO, int EPI>
-__device__ __forceinline__ void single_linear(const SingleArgs &a) {
-  constexpr int CHUNK = KIND == FP8 ? 32 : 64, CH = K / 8 / CHUNK, TOTAL = K / CHUNK;
-  constexpr int BUFFERS = CH <= 8 ? 2 : 1;
-  __shared__ __align__(16) u16 xs[K];
-  __shared__ float red[MAX_TILES][8][16], scratch[8];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const u16 *slice = xs + warp * (K / 8);
-  if (PRO == NORM && blockIdx.x >= a.grid_main) {  // a tile of the fp16 matrix
-    constexpr int C16 = K / 8 / 16;
-    const int tile = blockIdx.x - a.grid_main;
-    uint4 q[C16];
-#pragma unroll
-    for (int c = 0; c < C16; c++)
-      q[c] = load_stream(a.weight16 + ((size_t)tile * (K / 16) + warp * C16 + c) * 32 + lane);
-    prologue<PRO>(a, xs, scratch, K);
-    float acc[2][4] = {};
-#pragma unroll
-    for (int c = 0; c < C16; c++) {
-      const u32 f[4] = {q[c].x, q[c].y, q[c].z, q[c].w};
-      mma(acc[c & 1], f, *(const uint2 *)(slice + c * 16 + 4 * (lane & 3)));
-    }
-    if ((lane & 3) == 0) {
-      red[0][warp][lane >> 2] = acc[0][0] + acc[1][0];
-      red[0][warp][8 + (lane >> 2)] = acc[0][2] + acc[1][2];
-    }
-    __syncthreads();
-    if (threadIdx.x < 16) {
-      float v = 0.f;
-#pragma unroll
-      for (int w = 0; w < 8; w++) v += red[0][w][threadIdx.x];
-      a.y16[tile * 16 + threadIdx.x] = v * a.alpha16[tile * 2 + threadIdx.x / 8];
-    }
-    return;
-  }
-  const int count = (a.tiles - (int)blockIdx.x + a.grid_main - 1) / a.grid_main;
-  uint4 q[BUFFERS][CH];
-  u32 s[BUFFERS][CH / 2];
-  const auto fetch = [&](int i, uint4 *dst, u32 *scale) {
-    const size_t tile = blockIdx.x + (size_t)i * a.grid_main;
-#pragma unroll
-    for (int c = 0; c < CH; c++)
-      dst[c] = load_stream(a.weight + (tile * TOTAL + warp * CH + c) * 32 + lane);
+// Tiles first, first + stride, ... of a matrix through STAGES buffers; sums land in red.
+template <int KIND, int K, int PRO, int STAGES>
+__device__ __forceinline__ void stream_tiles(const SingleArgs &a, const uint4 *weight, int first,
+                                             int stride, int count, u8 *memory, u64 *full,
+                                             u64 *empty, u16 *xs, float *scratch,
+                                             float (*red)[WARPS][16]) {
+  const u64 policy = stream_policy();
+  const auto request = [&](int i) {
+    const size_t tile = first + (size_t)i * stride;
+    u8 *to = memory + i % STAGES * tile_bytes(KIND, K);
+    u64 *barrier = full + i % STAGES;
+    barrier_expect(barrier, tile_bytes(KIND, K));
+    bulk_copy(to, (const u8 *)weight + tile * tile_codes(KIND, K), tile_codes(KIND, K), barrier,
+              policy);
     if (KIND == NVFP4)
-#pragma unroll
-      for (int c = 0; c < CH / 2; c++)
-        scale[c] = load_stream(a.scales + (tile * (TOTAL / 2) + warp * (CH / 2) + c) * 32 + lane);
+      bulk_copy(to + tile_codes(KIND, K), (const u8 *)a.scales + tile * K, K, barrier, policy);
   };
-#pragma unroll
-  for (int b = 0; b < BUFFERS; b++)
-    if (b < count) fetch(b, q[b], s[b]);
+  if (threadIdx.x == 0)
+    for (int i = 0; i < min(STAGES, count); i++) request(i);
   prologue<PRO>(a, xs, scratch, K);
-  if (BUFFERS == 1) tile_rows<KIND, CH>(q[0], s[0], slice, red[0][warp]);  // one tile a block
-  for (int i = 0; BUFFERS > 1 && i < count; i += BUFFERS) {
-#pragma unroll
-    for (int b = 0; b < BUFFERS; b++) {
-      if (i + b < count) tile_rows<KIND, CH>(q[b], s[b], slice, red[i + b][warp]);
-      if (i + b + BUFFERS < count) fetch(i + b + BUFFERS, q[b], s[b]);
+#pragma unroll 1
+  for (int i = 0; i < count; i++) {
+    barrier_wait(full + i % STAGES, i / STAGES & 1);
+    tile_rows<KIND, K>(memory + i % STAGES * tile_bytes(KIND, K), xs, red[i][threadIdx.x >> 5]);
+    if (i + STAGES >= count) continue;
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) barrier_arrive(empty + i % STAGES);
+    if (threadIdx.x == 0) {
+      barrier_wait(empty + i % STAGES, i / STAGES & 1);
+      request(i + STAGES);
     }
   }
   __syncthreads();
+}
+
+template <int KIND, int K, int PRO, int EPI, int STAGES>
+__device__ __forceinline__ void single_linear(const SingleArgs &a) {
+  extern __shared__ __align__(128) u8 memory[];
+  __shared__ __align__(16) u16 xs[K];
+  __shared__ __align__(8) u64 full[STAGES], empty[STAGES];
+  __shared__ float red[MAX_TILES][WARPS][16], scratch[WARPS];
   constexpr int ROWS = EPI == SWIGLU ? 8 : 16;
-  for (int o = threadIdx.x; o < count * ROWS; o += SINGLE_THREADS) {
-    const int i = o / ROWS, row = o % ROWS, tile = blockIdx.x + i * a.grid_main;
-    float v = 0.f, up = 0.f;
-#pragma unroll
-    for (int w = 0; w < 8; w++) {
-      v += red[i][w][row];
-      if (EPI == SWIGLU) up += red[i][w][row + 8];
+  const bool second = PRO == NORM && blockIdx.x >= a.grid_main;
+  const int first = second ? blockIdx.x - a.grid_main : blockIdx.x;
+  const int count = second ? 1 : (a.tiles - first + a.grid_main - 1) / a.grid_main;
+  const int i = threadIdx.x / 16, row = threadIdx.x % 16, tile = first + i * a.grid_main;
+  float alpha = 0.f, before = 0.f;  // read early: they come from DRAM
+  if (i < count) {
+    alpha = second ? a.alpha16[tile * 2 + row / 8] : a.alpha[tile * 2 + row / 8];
+    if (EPI == RESIDUAL) before = a.y[tile * 16 + row];  // finished two kernels ago
+  }
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; s++) {
+      barrier_init(full + s, 1);
+      barrier_init(empty + s, WARPS);
     }
-    v *= a.alpha[tile * 2 + row / 8];
-    if (EPI == STORE) a.y[tile * 16 + row] = v;
-    if (EPI == RESIDUAL) a.y[tile * 16 + row] += v;
-    if (EPI == SWIGLU)
-      a.h[TOP_K * WIDTH + tile * 8 + row] =
-          to_half(silu(v) * up * a.alpha[tile * 2 + 1] * H_SCALE);
+    barrier_fence();
+  }
+  __syncthreads();
+  if (PRO == NORM && second)
+    stream_tiles<F16, K, PRO, 1>(a, a.weight16, first, 0, 1, memory, full, empty, xs, scratch, red);
+  else
+    stream_tiles<KIND, K, PRO, STAGES>(a, a.weight, first, a.grid_main, count, memory, full, empty,
+                                       xs, scratch, red);
+  if (i >= count) return;
+  float v = 0.f;
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) v += red[i][w][row];
+  v *= alpha;
+  if (second) a.y16[tile * 16 + row] = v;
+  else if (EPI == STORE) a.y[tile * 16 + row] = v;
+  else if (EPI == RESIDUAL) a.y[tile * 16 + row] = before + v;
+  else {
+    const float up = __shfl_down_sync(~0u >> (count * 16 < 32 ? 16 : 0), v, 8);
+    if (row < ROWS) a.h[TOP_K * WIDTH + tile * 8 + row] = to_half(silu(v) * up * H_SCALE);
   }
 }
 
-#define SINGLE(name, kind, k, pro, epi)                                                     \
+#define SINGLE(name, kind, k, pro, epi, stages)                                                \
   extern "C" __global__ void __launch_bounds__(SINGLE_THREADS, 2) name(const SingleArgs a) {   \
-    single_linear<kind, k, pro, epi>(a);                                                    \
+    single_linear<kind, k, pro, epi, stages>(a);                                               \
   }
-SINGLE(single_in, FP8, HIDDEN, NORM, STORE)             // GDN projections and gates; QKV
-SINGLE(single_out_gated, FP8, VALUE_WIDTH, GATED, RESIDUAL)
-SINGLE(single_out_raw, FP8, VALUE_WIDTH, RAW, RESIDUAL)
-SINGLE(single_router, NVFP4, HIDDEN, NORM, SWIGLU)      // shared expert's gate/up, router logits
+SINGLE(single_in, FP8, HIDDEN, NORM, STORE, IN_STAGES)  // GDN projections and gates; QKV
+SINGLE(single_out_gated, FP8, VALUE_WIDTH, GATED, RESIDUAL, 1)
+SINGLE(single_out_raw, FP8, VALUE_WIDTH, RAW, RESIDUAL, 1)
+SINGLE(single_router, NVFP4, HIDDEN, NORM, SWIGLU, 1)   // shared expert's gate/up, router logits
 
 struct ExpertArgs {
   const uint4 *weight;
@@ -225,43 +239,51 @@ struct ExpertArgs {
 
 // Gate and up of the chosen experts: block (rank, four tiles).
 #define UP_TILES 4
-extern "C" __global__ void __launch_bounds__(SINGLE_THREADS) single_gate_up(const ExpertArgs a) {
-  constexpr int CH = HIDDEN / 8 / 64, TOTAL = HIDDEN / 64, TILES = WIDTH / 8;
+extern "C" __global__ void __launch_bounds__(SINGLE_THREADS, 2) single_gate_up(const ExpertArgs a) {
+  constexpr int TILES = WIDTH / 8, CODES = tile_codes(NVFP4, HIDDEN), BYTES = tile_bytes(NVFP4, HIDDEN);
+  extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(16) u16 xs[HIDDEN];
-  __shared__ float red[UP_TILES][8][16], scratch[8];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  __shared__ __align__(8) u64 full[UP_TILES];
+  __shared__ float red[UP_TILES][WARPS][16], scratch[WARPS];
   const int rank = blockIdx.x / (TILES / UP_TILES);
   const int first = blockIdx.x % (TILES / UP_TILES) * UP_TILES;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < UP_TILES; s++) barrier_init(full + s, 1);
+    barrier_fence();
+  }
   norm_to_shared(a.x, load_norm(a.norm), a.eps, xs, scratch);  // finished two kernels ago
   pdl_wait();
   pdl_trigger();
-  int id;
-  float weight;
-  top_experts(a.logits, id, weight);
-  const size_t expert = __shfl_sync(~0u, id, rank);
-  uint4 q[UP_TILES][CH];
-  u32 s[UP_TILES][CH / 2];
-#pragma unroll
-  for (int i = 0; i < UP_TILES; i++) {
-    const size_t tile = expert * TILES + first + i;
-#pragma unroll
-    for (int c = 0; c < CH; c++)
-      q[i][c] = load_stream(a.weight + (tile * TOTAL + warp * CH + c) * 32 + lane);
-#pragma unroll
-    for (int c = 0; c < CH / 2; c++)
-      s[i][c] = load_stream(a.scales + (tile * (TOTAL / 2) + warp * (CH / 2) + c) * 32 + lane);
+  float alpha[2];
+  if (threadIdx.x < 32) {
+    int id;
+    float weight;
+    top_experts(a.logits, id, weight);
+    const size_t tile = (size_t)__shfl_sync(~0u, id, rank) * TILES + first;
+    if (threadIdx.x == 0) {
+      const u64 policy = stream_policy();
+      for (int i = 0; i < UP_TILES; i++) {
+        barrier_expect(full + i, BYTES);
+        bulk_copy(memory + i * BYTES, (const u8 *)a.weight + (tile + i) * CODES, CODES, full + i,
+                  policy);
+        bulk_copy(memory + i * BYTES + CODES, (const u8 *)a.scales + (tile + i) * HIDDEN, HIDDEN,
+                  full + i, policy);
+      }
+    }
+    alpha[0] = a.alpha[(tile + threadIdx.x / 8) * 2];
+    alpha[1] = a.alpha[(tile + threadIdx.x / 8) * 2 + 1];
   }
-  __syncthreads();  // keeps the assembler from sinking the loads to their uses
-#pragma unroll
-  for (int i = 0; i < UP_TILES; i++)
-    tile_rows<NVFP4, CH>(q[i], s[i], xs + warp * (HIDDEN / 8), red[i][warp]);
+#pragma unroll 1
+  for (int i = 0; i < UP_TILES; i++) {
+    barrier_wait(full + i, 0);
+    tile_rows<NVFP4, HIDDEN>(memory + i * BYTES, xs, red[i][threadIdx.x >> 5]);
+  }
   __syncthreads();
   if (threadIdx.x < UP_TILES * 8) {
     const int i = threadIdx.x / 8, row = threadIdx.x % 8;
-    const float *alpha = a.alpha + (expert * TILES + first + i) * 2;
     float gate = 0.f, up = 0.f;
 #pragma unroll
-    for (int w = 0; w < 8; w++) {
+    for (int w = 0; w < WARPS; w++) {
       gate += red[i][w][row];
       up += red[i][w][row + 8];
     }
@@ -278,6 +300,7 @@ extern "C" __global__ void __launch_bounds__(ROWS_PER_TOKEN * 32) single_down(co
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, tile = blockIdx.x;
   int id;
   float weight;
+  const float before = a.x[tile * 16 + lane % 16];
   top_experts(a.logits, id, weight);
   const bool shared = warp == TOP_K;
   const size_t where = (shared ? 0 : (size_t)__shfl_sync(~0u, id, warp) * TILES) + tile;
@@ -307,58 +330,58 @@ extern "C" __global__ void __launch_bounds__(ROWS_PER_TOKEN * 32) single_down(co
   }
   __syncthreads();
   if (threadIdx.x < 16) {
-    float v = a.x[tile * 16 + threadIdx.x];
+    float v = before;
 #pragma unroll
     for (int e = 0; e < ROWS_PER_TOKEN; e++) v += red[e][threadIdx.x];
     a.x[tile * 16 + threadIdx.x] = v;
   }
 }
 
-// Logits of one token: a warp owns a tile, two sets of registers hold eight 128-wide groups.
-extern "C" __global__ void __launch_bounds__(SINGLE_THREADS) single_head(const SingleArgs a) {
-  constexpr int TOTAL = HIDDEN / 64, G = 4, STEPS = TOTAL / 2 / G;
+// Logits of one token: a warp owns a tile, its slices come through the warp's own queue.
+#define HEAD_STAGES 2
+extern "C" __global__ void __launch_bounds__(SINGLE_THREADS, 2) single_head(const SingleArgs a) {
+  constexpr int PIECES = HIDDEN / SLICE_K;
+  extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(16) u16 xs[HIDDEN];
-  __shared__ float scratch[8];
-  const int lane = threadIdx.x & 31, first = blockIdx.x * 8 + (threadIdx.x >> 5);
-  const int stride = gridDim.x * 8;
-  const int steps = (a.tiles - first + stride - 1) / stride * STEPS;
-  uint4 q[2][2 * G];
-  u32 s[2][G];
-  const auto fetch = [&](int step, uint4 *dst, u32 *scale) {
-    const size_t tile = first + (size_t)(step / STEPS) * stride;
-    const size_t group = tile * (TOTAL / 2) + step % STEPS * G;
-#pragma unroll
-    for (int c = 0; c < 2 * G; c++) dst[c] = load_stream(a.weight + (group * 2 + c) * 32 + lane);
-#pragma unroll
-    for (int c = 0; c < G; c++) scale[c] = load_stream(a.scales + (group + c) * 32 + lane);
+  __shared__ __align__(8) u64 barriers[WARPS][HEAD_STAGES];
+  __shared__ float scratch[WARPS];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first = blockIdx.x * WARPS + warp;
+  const int stride = gridDim.x * WARPS;
+  const int slices = (a.tiles - first + stride - 1) / stride * PIECES;
+  SliceQueue<HEAD_STAGES> queue = {memory + warp * HEAD_STAGES * SLICE_BYTES, barriers[warp],
+                                   stream_policy(), 0};
+  const auto request = [&](int s) {
+    if (s < slices)
+      queue.request(s, a.weight, a.scales,
+                    (first + (size_t)(s / PIECES) * stride) * PIECES + s % PIECES);
   };
-  float acc[4];
-  const auto use = [&](int step, const uint4 *src, const u32 *scale) {
-    if (step % STEPS == 0) acc[0] = acc[1] = acc[2] = acc[3] = 0.f;
-#pragma unroll
-    for (int c = 0; c < G; c++) {
-      const uint2 b = *(const uint2 *)(xs + (step % STEPS * G + c) * 128 + 4 * lane);
-      dot_group<1>(src + 2 * c, scale + c, &b, acc);
-    }
-    if (step % STEPS == STEPS - 1) {
-      const int tile = first + step / STEPS * stride, g = lane >> 2;
-      fold_columns<1>(acc);
-      if ((lane & 3) == 0) {
-        a.y[tile * 16 + g] = acc[0] * FP4_UNIT * a.alpha[tile * 2];
-        a.y[tile * 16 + g + 8] = acc[2] * FP4_UNIT * a.alpha[tile * 2 + 1];
-      }
-    }
-  };
-  if (steps > 0) fetch(0, q[0], s[0]);
-  if (steps > 1) fetch(1, q[1], s[1]);
+  if (lane == 0) {
+    for (int s = 0; s < HEAD_STAGES; s++) barrier_init(barriers[warp] + s, 1);
+    barrier_fence();
+    for (int s = 0; s < HEAD_STAGES; s++) request(s);
+  }
   const NormWeights norm = load_norm(a.norm);
   pdl_wait();
   pdl_trigger();
   norm_to_shared(a.x, norm, a.eps, xs, scratch);
-  for (int step = 0; step < steps; step += 2) {
-    use(step, q[0], s[0]);
-    if (step + 2 < steps) fetch(step + 2, q[0], s[0]);
-    if (step + 1 < steps) use(step + 1, q[1], s[1]);
-    if (step + 3 < steps) fetch(step + 3, q[1], s[1]);
+  for (int tile = first; tile < a.tiles; tile += stride) {
+    const float top = a.alpha[tile * 2] * FP4_UNIT, bottom = a.alpha[tile * 2 + 1] * FP4_UNIT;
+    float acc[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 1
+    for (int piece = 0; piece < PIECES; piece++) {
+      uint2 b[SLICE_K / 128][1];
+#pragma unroll
+      for (int i = 0; i < SLICE_K / 128; i++)
+        b[i][0] = *(const uint2 *)(xs + piece * SLICE_K + i * 128 + 4 * lane);
+      dot_slice<1>(queue.wait(), b, acc);
+      __syncwarp();
+      if (lane == 0) request(queue.taken + HEAD_STAGES);
+      queue.taken++;
+    }
+    fold_columns<1>(acc);
+    if ((lane & 3) == 0) {
+      a.y[tile * 16 + (lane >> 2)] = acc[0] * top;
+      a.y[tile * 16 + 8 + (lane >> 2)] = acc[2] * bottom;
+    }
   }
 }
