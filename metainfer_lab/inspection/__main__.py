@@ -1,0 +1,30 @@
+"""python -m metainfer_lab.inspection ENGINE [KERNEL ...] [--target sm_90a] [--config FILE] [--json]"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from metainfer_lab.errors import InputError
+from metainfer_lab.inspection.engines import run
+
+
+def main() -> int:
+    """Print the reports; 2 and one line on stderr for what cannot be inspected."""
+    parser = argparse.ArgumentParser(prog="metainfer_lab.inspection", description=__doc__)
+    parser.add_argument("engine")
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--target", default="sm_90a")
+    parser.add_argument("--config")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    try:
+        print(run(given.engine, given.target, given.names, given.config, given.json))
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Kernels of the Qwen3.6 NVFP4 engine: a decode step of one stream, and one of 32.
+
+The engine's own step is built on torch's `meta` device, which has shapes and no memory; its list
+of launches says entry, grid, block and shared memory of each kernel.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from .cache import Cache
+from .config import Config, read_config
+from .formats import Matrix
+from .steps import BatchedStep, Buffers, SingleStep, SlotState, defines, rope_table
+from .weights import Loader, Weights
+
+META = torch.device("meta")
+SMS, CONTEXT = 132, 1088
+BITS = {"nvfp4": 4.5, "fp8": 8, "f16": 16}  # 4.5: a code and its share of a scale for 16 codes
+LAYERS = ("linear_attention", "full_attention")
+FILES = {
+    "single": ("single_in", "single_out", "single_router", "single_gate", "single_down", "single_head"),
+    "batched": ("batched", "head"),
+    "experts": ("moe", "route", "combine"),
+    "delta": ("delta",),
+    "attention": ("attention",),
+    "sampling": ("embed", "pick"),
+}  # fmt: skip
+
+
+class Shapes:
+    """A source of tensors for the loader: shapes and dtypes alone."""
+
+    def take(self, name: str, shape: tuple, dtypes: tuple = (torch.bfloat16,)) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtypes[0], device=META)
+
+    def take_stack(self, names: list, shape: tuple, dtypes: tuple) -> torch.Tensor:
+        return self.take("", (len(names), *shape), dtypes)
+
+    def finish(self) -> None:
+        """Nothing is left over."""
+
+
+def kernels(config: Path) -> list[dict]:
+    """See metainfer_lab/inspection/kernel.py; `config` is config.json or its folder."""
+    full = read_config(config.parent if config.is_file() else config)
+    short = replace(full, layer_types=LAYERS)
+    weights = Loader(Shapes(), short, packed=True).load()
+    return [
+        fields
+        for rows in (1, 32)
+        for fields in _named(_launches(short, weights, rows), _uses(full, weights, rows), full, rows)
+    ]
+
+
+def _launches(c: Config, weights: Weights, rows: int) -> list:
+    """Launches of a step of a model with one layer of each kind."""
+    make = lambda dtype: torch.zeros(rows + 1, dtype=dtype, device=META)  # noqa: E731
+    kinds = (torch.int64, torch.int64, torch.float32, torch.int64)
+    cache = Cache(c, META, torch.bfloat16, rows, CONTEXT, None)
+    slots, rope = SlotState(*map(make, kinds)), rope_table(c, CONTEXT, META)
+    step = BatchedStep if rows > 1 else SingleStep
+    return step(c, weights, cache, Buffers(c, META), slots, rope, rows, SMS).launches
+
+
+def _uses(c: Config, weights: Weights, rows: int) -> dict[str, list[dict]]:
+    """By the start of an entry's name: what its launches are, in the order of the step."""
+    gdn, attention = (layer.mixer for layer in weights.layers)
+    moe, width = weights.layers[0].moe, c.expert_width
+    touched = round(c.experts * (1 - (1 - c.top_k / c.experts) ** rows))
+    counts = [c.layer_types.count(kind) for kind in LAYERS]
+    all_layers = sum(counts)
+    state = 2 * 4 * rows * c.value_heads * c.key_dim * c.value_dim  # read and written, float32
+    keys = 2 * 2 * rows * CONTEXT * c.kv_heads * c.head_dim
+    into = [_use("GDN in", gdn.in_proj, counts[0]), _use("attention in", attention.qkv, counts[1])]
+    out = [_use("GDN out", gdn.out, counts[0]), _use("attention out", attention.out, counts[1])]
+    shared = _use("shared gate/up, router", moe.shared_gate_up, all_layers)
+    shared["other_bytes"] = 2 * moe.router.rows * moe.router.cols
+    down = _use("experts down", moe.down, all_layers, touched + 1)
+    return {
+        "single_in": into,
+        "batched_in": into[:1],
+        "batched_qkv": into[1:],
+        "delta": [{"name": "delta rule", "launches": counts[0], "other_bytes": state}],
+        "single_out_gated": out[:1],
+        "single_out_raw": out[1:],
+        "batched_out": out,
+        "attention_join": [{"name": "attention join", "launches": counts[1]}],
+        "attention": [{"name": "attention", "launches": counts[1], "other_bytes": keys}],
+        "single_router": [shared],
+        "batched_router": [shared],
+        "single_gate_up": [_use("experts gate/up", moe.gate_up, all_layers, touched)],
+        "moe_gate_up": [_use("experts gate/up", moe.gate_up, all_layers, touched)],
+        "single_down": [down],
+        "moe_down": [down],
+        "single_head": [_use("head", weights.head, 1)],
+        "head": [_use("head", weights.head, 1)],
+    }
+
+
+def _use(name: str, matrix: Matrix, launches: int, copies: int = 1) -> dict:
+    size = copies * matrix.rows * matrix.cols
+    return {"name": name, "weights": size, "weight_bits": BITS[matrix.kind], "launches": launches}
+
+
+def _named(launches: list, uses: dict[str, list[dict]], c: Config, rows: int) -> list[dict]:
+    """The launches that have a use, each once: those of the second layer's experts repeat."""
+    left = {start: list(found) for start, found in uses.items()}
+    named = []
+    for launch in launches:
+        start = next((s for s in left if launch.kernel.startswith(s) and left[s]), None)
+        if start is None:
+            continue
+        use = left[start].pop(0)
+        grid = 1
+        for size in launch.grid:
+            grid *= size
+        file = next(f for f, starts in FILES.items() if launch.kernel.startswith(starts))
+        named.append({
+            "files": ("kernels/common.cuh", f"kernels/{file}.cu"), "options": ("-default-device",),
+            "defines": defines(c), "entry": launch.kernel, "grid": grid, "block": launch.block,
+            "shared_bytes": launch.shared, "tokens": rows, **use,
+            "name": use["name"] if rows == 1 else f"{use['name']}, {rows} rows",
+            "column_tiles": -(-rows // 8) if launch.kernel.startswith(("batched", "head")) else 1,
+        })  # fmt: skip
+    return named

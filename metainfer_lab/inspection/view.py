@@ -1,0 +1,114 @@
+"""Reports as text and as HTML: one table, the compiler's stages folded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from metainfer_lab.inspection.report import Checks, Report
+
+Table = tuple[Sequence[str], list[Sequence[object]]]
+LANGUAGES = {"source": {"cuda": "cuda", "triton": "python"}, "ttir": "llvm", "ttgir": "llvm"}
+MARKS = {True: "✓", False: "✗"}
+
+
+def report_table(report: Report) -> Table:
+    """The numbers of a report in words."""
+    inner, kernel = report.inner, report.kernel
+    path = f"{inner.issued} instructions a turn"
+    if inner.body != inner.issued:
+        path += f" (of {inner.body} in its body)"
+    rows = [
+        ("registers a thread", report.registers),
+        ("local memory", f"{report.local_accesses} accesses, {report.stack_bytes} B of stack"),
+        ("shared memory", f"{report.shared_bytes:,} B a block of {kernel.block} threads"),
+        ("on one multiprocessor", str(report.occupancy)),
+        (inner.kind, f"{path}, {report.outside} outside, {report.instructions} in all"),
+        ("matrix products", _counts(inner.matrix)),
+        ("memory accesses", _counts(inner.accesses)),
+    ]
+    return ("", report.arch), [*rows, *_cost_rows(report)]
+
+
+def _cost_rows(report: Report) -> list[Sequence[object]]:
+    kernel, rows = report.kernel, []
+    if report.per_weight:
+        text = f"{report.inner.weights:.0f} weights a lane and turn"
+        rows.append(("per weight", f"{report.per_weight:.2f} lane-instructions ({text})"))
+    if kernel.bytes:
+        rate = f"{kernel.bytes / 1e6:.2f} MB at {report.target.bandwidth / 1e12:g} TB/s"
+        rows.append(("memory time", f"{report.memory_us:.2f} us: {rate}"))
+    if report.issue_us:
+        share = f"{report.issue_share:.0%} of memory time" if report.issue_share else ""
+        rows.append(("issue time", f"{report.issue_us:.2f} us: {share}"))
+    if kernel.operations:
+        work = f"{kernel.operations / 1e6:,.1f} M operations"
+        rows.append(("arithmetic time", f"{report.arithmetic_us:.3f} us: {work}"))
+    return rows
+
+
+def checks_table(checks: Checks) -> Table:
+    """One row a line of the budget."""
+    rows = [
+        (MARKS[check.passed], check.asked, check.allowed, "-" if check.found is None else check.found)
+        for check in checks.checks
+    ]
+    return ("", "asked", "allowed", "found"), rows
+
+
+def _counts(counted: dict[str, int]) -> str:
+    return ", ".join(f"{count} x {name}" for name, count in counted.items()) or "none"
+
+
+def report_html(report: Report, unfolded: Sequence[str] = ()) -> str:
+    """A table, then source, intermediate forms, PTX and SASS, and the opcodes of the inner loop."""
+    title = f"<b>{escape(f'{report.kernel.name} for {report.arch}')}</b>"
+    opcodes = html_table(("opcode", "in a turn"), list(report.inner.opcodes.items()))
+    folds = [fold("opcodes of the inner loop", opcodes, "opcodes" in unfolded)]
+    for stage, text in report.stages.items():
+        language = LANGUAGES.get(stage, "text")
+        lexer = language if isinstance(language, str) else language[report.kernel.language]
+        lines = f"{stage}, {len(text.splitlines()):,} lines"
+        folds.append(fold(lines, code(text, lexer), stage in unfolded))
+    return title + html_table(*report_table(report)) + "".join(folds)
+
+
+def fold(summary: str, body: str, is_open: bool = False) -> str:
+    """A part that unfolds; `body` is HTML, `summary` text."""
+    state = " open" if is_open else ""
+    return f"<details{state}><summary>{escape(summary)}</summary>{body}</details>"
+
+
+def code(text: str, language: str) -> str:
+    """Source with colours on their own light ground, machine code as it stands."""
+    if language == "text":
+        return f'<pre style="max-height: 30em; overflow: auto">{escape(text)}</pre>'
+    from pygments import highlight
+    from pygments.formatters import HtmlFormatter
+    from pygments.lexers import get_lexer_by_name
+
+    style = "padding: 4px; color: #000; max-height: 30em; overflow: auto"
+    return highlight(text, get_lexer_by_name(language), HtmlFormatter(noclasses=True, cssstyles=style))
+
+
+def html_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A plain table, everything escaped."""
+    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell_text(cell))}</td>' for cell in row)}</tr>" for row in rows
+    )
+    return f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def text_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Columns of text, two spaces between them."""
+    lines = [list(head), *([cell_text(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def cell_text(value: object) -> str:
+    """A cell: numbers short."""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
