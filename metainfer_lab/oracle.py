@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 Dtype = Literal["float32", "float64"]
 Rounding = Literal["symmetric", "asymmetric"]
 TIMEOUT_S = 600.0
+SMALL = 10_000_000  # parameters: below it a second thread costs more than it gains
 
 
 class Oracle:
@@ -111,6 +112,11 @@ class Service:
 
     model: Any = None
 
+    def __init__(self) -> None:
+        import torch
+
+        self.threads = torch.get_num_threads()
+
     def use(self, checkpoint: str, dtype: Dtype) -> dict[str, Any]:
         """Load a checkpoint; errors of transformers become the answer."""
         import torch
@@ -123,6 +129,8 @@ class Service:
             attn_implementation="eager",
             experts_implementation="eager",
         )
+        small = self.model.num_parameters() < SMALL
+        torch.set_num_threads(1 if small else self.threads)
         self.model.eval().model.rotary_emb.forward = exact_rotary(self.model.config)
         return {}
 

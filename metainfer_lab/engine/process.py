@@ -54,7 +54,8 @@ class EngineProcess:
     """A context manager over one host process and the engine that it has loaded.
 
     The first checkpoint is loaded on entry; `load` replaces it by another below `readable`.
-    timeout_s: the longest that any single answer may take.
+    timeout_s: the longest that any single answer may take; threads: of OpenMP in the process, None
+    leaves the machine's number.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class EngineProcess:
         sandbox: Sandbox = "auto",
         readable: Sequence[Path] = (),
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        threads: int | None = None,
     ):
         self.folder = Path(folder).resolve()
         self.checkpoint = checkpoint
@@ -80,6 +82,7 @@ class EngineProcess:
         if checkpoint is not None:
             self.readable.append(Path(checkpoint).resolve())
         self.timeout_s = timeout_s
+        self.threads = threads
         self.confined: Confined | None = None
 
     def __enter__(self) -> EngineProcess:
@@ -191,6 +194,7 @@ class EngineProcess:
                 level=self.level,
                 readable=self.readable,
                 pass_fds=(child_in, child_out),
+                threads=self.threads,
             )
         finally:
             os.close(child_in)

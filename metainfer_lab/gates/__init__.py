@@ -21,6 +21,7 @@ from metainfer_lab.gates.batching import batching
 from metainfer_lab.gates.decode import decode
 from metainfer_lab.gates.limits import limits
 from metainfer_lab.gates.logits import logits
+from metainfer_lab.gates.sampling import sampling
 from metainfer_lab.gates.speed import speed
 from metainfer_lab.gates.trial import Trial
 from metainfer_lab.gates.verdict import Failure, Findings, GateVerdict, NotJudged, Verdict
@@ -50,6 +51,7 @@ GATES: dict[str, Gate] = {
     "decode": Gate(1, "submit and step, scored by the oracle on the engine's own text", decode),
     "batching": Gate(1, "an answer does not depend on neighbours, arrivals, cancels", batching),
     "limits": Gate(1, "edges of the context; bad arguments are refused by name", limits),
+    "sampling": Gate(1, "distributions, filters, penalties, seeds", sampling),
     "speed": Gate(1, "the goals, beside what they compare with; some timed tokens checked", speed),
 }
 

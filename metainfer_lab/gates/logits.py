@@ -12,6 +12,9 @@ from metainfer_lab.gates.texts import excerpts
 from metainfer_lab.gates.trial import Trial, max_context
 from metainfer_lab.model import ModelDims
 
+REAL_TOKENS = 120  # of a prompt through the spec's own weights
+REAL_ROWS = 48  # of its logits
+
 
 def logits(trial: Trial) -> None:
     """One layer, several layers, as many key heads as queries; then the real weights."""
@@ -50,13 +53,14 @@ def _tiny(trial: Trial, name: str, checkpoint: Path) -> None:
 
 
 def _real(trial: Trial, checkpoint: Path) -> None:
-    """Excerpts of text and random ids through the spec's own weights, 48 positions of each."""
+    """Excerpts of text and random ids through the spec's own weights, REAL_ROWS rows of each."""
     vocab = ModelDims.from_config(checkpoint).vocab_size
-    prompts = [*excerpts(checkpoint, trial.rng, 3, 160), trial.prompt(160, vocab)]
-    asked = [np.sort(trial.rng.choice(len(p), 48, replace=False)).tolist() for p in prompts]
+    texts = excerpts(checkpoint, trial.rng, 2, REAL_TOKENS)
+    prompts = [*texts, trial.prompt(REAL_TOKENS, vocab)]
+    asked = [np.sort(trial.rng.choice(len(p), REAL_ROWS, replace=False)).tolist() for p in prompts]
     with trial.candidate(checkpoint, max_context=512) as engine:
         got = [engine.score(*case) for case in zip(prompts, asked, strict=True)]
     ask = trial.ask(checkpoint, "full")
     for i, prompt in enumerate(prompts):
-        case = f"{trial.spec.model}, {'random ids' if i == 3 else 'text'}, prompt {i}"
+        case = f"{trial.spec.model}, {'text' if i < len(texts) else 'random ids'}, prompt {i}"
         compare_logits(trial.findings, case, got[i], ask(prompt, asked[i]), asked[i])

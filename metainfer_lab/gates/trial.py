@@ -19,7 +19,7 @@ from metainfer_lab.gates.compare import Ask, calibrated_truth, fixed_truth
 from metainfer_lab.gates.tolerances import CALIBRATED, Depth
 from metainfer_lab.gates.verdict import Findings
 from metainfer_lab.model import ModelDims
-from metainfer_lab.oracle import Oracle
+from metainfer_lab.oracle import Dtype, Oracle
 from metainfer_lab.sandbox import Sandbox
 from metainfer_lab.spec import Spec
 
@@ -101,6 +101,7 @@ class Trial:
             device=self.device,
             sandbox=self.sandbox,
             readable=[self.work],
+            threads=1 if self._is_tiny(checkpoint) else None,
             **settings,
         )
         self.level = process.level
@@ -111,26 +112,31 @@ class Trial:
         finally:
             self._living -= 1
 
-    def oracle(self, checkpoint: Path) -> Oracle:
+    def oracle(self, checkpoint: Path, dtype: Dtype = "float64") -> Oracle:
         """The oracle, turned to a checkpoint, or to its exactly dequantised form."""
         assert not self._living, "the oracle speaks after the candidate has ended"
         if self._oracle is None:
             self._oracle = Oracle().__enter__()
-        self._oracle.use(self._as_computed(checkpoint))
+        self._oracle.use(self._as_computed(checkpoint), dtype)
         return self._oracle
 
     def ask(self, checkpoint: Path, depth: Depth = "tiny") -> Ask:
         """The oracle turned to a checkpoint, as a function of tokens and positions."""
-        oracle = self.oracle(checkpoint)
         if self.activations in CALIBRATED:
+            # beside the cost of 8 bits, float32 is exact; at full size float64 takes minutes
+            oracle = self.oracle(checkpoint, "float64" if depth == "tiny" else "float32")
             return partial(calibrated_truth, oracle)
-        return partial(fixed_truth, oracle, self.activations, depth)
+        return partial(fixed_truth, self.oracle(checkpoint), self.activations, depth)
 
     def end(self) -> None:
         """End the oracle's process."""
         oracle, self._oracle = self._oracle, None
         if oracle is not None:
             oracle.__exit__(None, None, None)
+
+    def _is_tiny(self, checkpoint: Path | None) -> bool:
+        # A second thread gains nothing there, and on a busy machine each product waits for it.
+        return checkpoint is None or checkpoint.is_relative_to(self.work)
 
     def _as_computed(self, checkpoint: Path) -> Path:
         if self.spec.precision.weights != "int8":

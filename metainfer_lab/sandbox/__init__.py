@@ -57,6 +57,7 @@ class Confined:
         pass_fds: Sequence[int] = (),
         settings: dict[str, Any] | None = None,
         sockets: bool = False,
+        threads: int | None = None,
     ):
         """argv[0] == "python" means the sandbox's own interpreter.
 
@@ -75,7 +76,7 @@ class Confined:
         self.process = subprocess.Popen(
             command,
             cwd=cwd if level != "bubblewrap" else None,
-            env=self._environment(),
+            env=self._environment(threads),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -85,7 +86,7 @@ class Confined:
         self.stdout = _Tail(self.process.stdout)
         self.stderr = _Tail(self.process.stderr)
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, threads: int | None) -> dict[str, str]:
         (self.scratch / "bin").mkdir()
         for name in ("python", "python3"):
             (self.scratch / "bin" / name).symlink_to(interpreter())
@@ -101,6 +102,8 @@ class Confined:
             "TORCH_EXTENSIONS_DIR": str(self.scratch / "torch_extensions"),
             "TORCHINDUCTOR_CACHE_DIR": str(self.scratch / "inductor"),
         }
+        if threads is not None:
+            own |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         return passed | own | NO_MULTICAST
 
     def __enter__(self) -> Confined:
