@@ -1,4 +1,4 @@
-"""python -m metainfer_lab.inspection ENGINE [KERNEL ...] [--target sm_90a] [--config FILE] [--json]"""
+"""Report on an engine's kernels: ENGINE [KERNEL ...] [--target sm_90a] [--config F] [--json]."""
 
 from __future__ import annotations
 

@@ -41,7 +41,9 @@ class Difference(Record):
 def compare(before: Report, after: Report) -> Difference:
     """Two versions of a kernel, or one kernel on two targets (whose sources are then one)."""
     same_target = before.arch == after.arch
-    labels = [r.kernel.name if same_target else f"{r.kernel.name}, {r.arch}" for r in (before, after)]
+    labels = [
+        r.kernel.name if same_target else f"{r.kernel.name}, {r.arch}" for r in (before, after)
+    ]
     sources = [report.stages["source"].splitlines() for report in (before, after)]
     diff = difflib.unified_diff(*sources, *labels, lineterm="")
     left, right = _numbers(before), _numbers(after)

@@ -37,7 +37,9 @@ def compile_cuda(
     try:
         encoded = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
         if lib.nvrtcCompileProgram(program, len(flags), encoded):
-            raise InputError(f"inspection: {arch}: {_first_error(_text(lib, program, 'ProgramLog'))}")
+            raise InputError(
+                f"inspection: {arch}: {_first_error(_text(lib, program, 'ProgramLog'))}"
+            )
         return Compiled(_bytes(lib, program, "CUBIN"), {"ptx": _text(lib, program, "PTX")})
     finally:
         lib.nvrtcDestroyProgram(ctypes.byref(program))
@@ -50,7 +52,9 @@ def _nvrtc() -> ctypes.CDLL:
     roots = [Path(root) for root in (found.submodule_search_locations or ())] if found else []
     for builtins in (path for root in roots for path in root.rglob("libnvrtc-builtins.so*")):
         ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
-    paths = [path for root in roots for path in root.rglob("libnvrtc.so*") if "alt" not in path.name]
+    paths = [
+        path for root in roots for path in root.rglob("libnvrtc.so*") if "alt" not in path.name
+    ]
     if not paths:
         raise InputError("inspection: libnvrtc is missing; pip install nvidia-cuda-nvrtc")
     return ctypes.CDLL(str(sorted(paths)[0]))
@@ -81,7 +85,9 @@ def compile_triton(kernel: Kernel, folder: Path, target: Target) -> Compiled:
 
     function = getattr(_import_file(folder / kernel.files[0]), kernel.entry, None)
     if not isinstance(function, triton.JITFunction):
-        raise InputError(f"inspection: kernel {kernel.name}: no @triton.jit function {kernel.entry}")
+        raise InputError(
+            f"inspection: kernel {kernel.name}: no @triton.jit function {kernel.entry}"
+        )
     source = ASTSource(function, *_specialised(kernel, function.arg_names))
     built = triton.compile(
         source,
@@ -114,4 +120,3 @@ def _import_file(path: Path) -> object:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-

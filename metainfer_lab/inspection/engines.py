@@ -128,7 +128,9 @@ def engine_folder(engine: Path | str) -> Path:
     for path in (Path(engine), paths.ENGINES / str(engine)):
         if path.is_dir():
             return path.resolve()
-    raise InputError(f"engine: there is no folder {engine}; give a folder, or a name in data/engines")
+    raise InputError(
+        f"engine: there is no folder {engine}; give a folder, or a name in data/engines"
+    )
 
 
 def engine_config(folder: Path) -> Path:

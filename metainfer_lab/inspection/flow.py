@@ -63,8 +63,7 @@ class Flow:
         """Reverse postorder from the entry: a block's place before those that it leads to."""
         seen, finished, stack = {0}, [], [(0, iter(self.after[0]))]
         while stack:
-            block, following = stack[-1]
-            step = next((to for to in following if to not in seen), None)
+            step = next((to for to in stack[-1][1] if to not in seen), None)
             if step is None:
                 finished.append(stack.pop()[0])
             else:
@@ -149,9 +148,14 @@ class Flow:
         return cost(way_in) + min(map(cost, ways), default=0)
 
     def _must_pass(self, block: int) -> bool:
-        return any(self.instructions[i].is_matrix or self.instructions[i].is_stream for i in self.span(block))
+        return any(
+            self.instructions[i].is_matrix or self.instructions[i].is_stream
+            for i in self.span(block)
+        )
 
-    def _shortest(self, start: int, goals: set[int], within: frozenset[int], head: int | None) -> list[int]:
+    def _shortest(
+        self, start: int, goals: set[int], within: frozenset[int], head: int | None
+    ) -> list[int]:
         """Blocks from start to the nearest goal, fewest instructions (Dijkstra); [start] if none
         can be reached without passing `head` again."""
         heap, done = [(0, start, [start])], set()

@@ -37,7 +37,8 @@ class Kernel(Record):
     grid: thread blocks of a launch that multiply weights; block: threads in each; shared_bytes:
         dynamic shared memory of a block (Triton says its own); launches: how many a step has.
     weights: multiplied by a launch; weight_bits: what one takes in memory, block scales included;
-        other_bytes: read and written besides; tokens: columns that each weight meets.
+        other_bytes: read and written besides, other_operations: of other matrix products; tokens:
+        columns that each weight meets.
     column_tiles: matrix products that share one fragment of weights (more than 8 tokens).
     weights_per_lane: of one turn of the inner loop, for a kernel without matrix products.
     naive: the operator's specification in this engine, as `file.py:function`.
@@ -58,6 +59,7 @@ class Kernel(Record):
     weights: int = Field(default=0, ge=0)
     weight_bits: float = Field(default=16, gt=0)
     other_bytes: int = Field(default=0, ge=0)
+    other_operations: int = Field(default=0, ge=0)
     tokens: int = Field(default=1, ge=1)
     column_tiles: int = Field(default=1, ge=1)
     weights_per_lane: int | None = Field(default=None, ge=1)
@@ -79,7 +81,7 @@ class Kernel(Record):
     @property
     def operations(self) -> float:
         """Multiplications and additions of one launch's products."""
-        return 2.0 * self.weights * self.tokens
+        return 2.0 * self.weights * self.tokens + self.other_operations
 
     @property
     def warps(self) -> int:

@@ -107,7 +107,10 @@ def functions(cubin: bytes) -> dict[str, Function]:
         path = Path(folder) / "kernels.cubin"
         path.write_bytes(cubin)
         text = _run("nvdisasm", "-c", str(path))
-        usage = {found[0]: found[1:] for found in _USAGE.findall(_run("cuobjdump", "-res-usage", str(path)))}
+        usage = {
+            found[0]: found[1:]
+            for found in _USAGE.findall(_run("cuobjdump", "-res-usage", str(path)))
+        }
     return {
         name: _function(name, body, [int(value) for value in usage[name]])
         for name, body in _SECTION.findall(text)

@@ -52,7 +52,12 @@ def _cost_rows(report: Report) -> list[Sequence[object]]:
 def checks_table(checks: Checks) -> Table:
     """One row a line of the budget."""
     rows = [
-        (MARKS[check.passed], check.asked, check.allowed, "-" if check.found is None else check.found)
+        (
+            MARKS[check.passed],
+            check.asked,
+            check.allowed,
+            "-" if check.found is None else check.found,
+        )
         for check in checks.checks
     ]
     return ("", "asked", "allowed", "found"), rows
@@ -90,7 +95,9 @@ def code(text: str, language: str) -> str:
     from pygments.lexers import get_lexer_by_name
 
     style = "padding: 4px; color: #000; max-height: 30em; overflow: auto"
-    return highlight(text, get_lexer_by_name(language), HtmlFormatter(noclasses=True, cssstyles=style))
+    return highlight(
+        text, get_lexer_by_name(language), HtmlFormatter(noclasses=True, cssstyles=style)
+    )
 
 
 def html_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -111,7 +111,8 @@ def _decode(c: ModelConfig, tokens: int):
     kv = 2 * 2 * tokens * CONTEXT * c.num_key_value_heads * c.head_dim
     yield _launched(
         attention.decode_attention, (_empty(tokens, c.qkv_size, dtype=F32), *_heads(c, tokens)),
-        name="decode attention" + suffix, launches=layers, other_bytes=kv, tokens=tokens)  # fmt: skip
+        name="decode attention" + suffix, launches=layers, tokens=tokens, other_bytes=kv,
+        other_operations=4 * tokens * CONTEXT * heads)  # fmt: skip
 
 
 def _heads(c: ModelConfig, sequences: int):
@@ -129,15 +130,31 @@ def _prefill(c: ModelConfig):
     q_norm, k_norm, rope, keys, values, table, one, eps = _heads(c, 1)
     wide, query = _empty(CHUNK, c.qkv_size), _empty(CHUNK, c.num_attention_heads * c.head_dim)
     yield _launched(
-        rows.add_norm, (_empty(CHUNK, h, dtype=F32), _empty(CHUNK, h), _empty(h), eps),
-        name="add, norm", launches=2 * layers, other_bytes=CHUNK * h * (4 + 4 + 2 + 2))
+        rows.add_norm,
+        (_empty(CHUNK, h, dtype=F32), _empty(CHUNK, h), _empty(h), eps),
+        name="add, norm",
+        launches=2 * layers,
+        other_bytes=CHUNK * h * (4 + 4 + 2 + 2),
+    )
     yield _launched(
-        rows.silu_multiply, (_empty(CHUNK, 2 * c.intermediate_size),), name="SiLU, multiply",
-        launches=layers, other_bytes=3 * 2 * CHUNK * c.intermediate_size)
+        rows.silu_multiply,
+        (_empty(CHUNK, 2 * c.intermediate_size),),
+        name="SiLU, multiply",
+        launches=layers,
+        other_bytes=3 * 2 * CHUNK * c.intermediate_size,
+    )
     yield _launched(
-        prefill.rotate_and_store, (wide, q_norm, k_norm, rope, keys, values, table, one, one, eps),
-        name="rotate, store", launches=layers, other_bytes=2 * 2 * CHUNK * c.qkv_size)
+        prefill.rotate_and_store,
+        (wide, q_norm, k_norm, rope, keys, values, table, one, one, eps),
+        name="rotate, store",
+        launches=layers,
+        other_bytes=2 * 2 * CHUNK * c.qkv_size,
+    )
     yield _launched(
-        prefill.prefill_attention, (query, keys, values, table, one, one),
-        name="prefill attention", launches=layers,
-        other_bytes=2 * (2 * query.numel() + 2 * CHUNK * c.num_key_value_heads * c.head_dim))
+        prefill.prefill_attention,
+        (query, keys, values, table, one, one),
+        name="prefill attention",
+        other_operations=4 * CHUNK * CHUNK // 2 * query.shape[1],
+        launches=layers,
+        other_bytes=2 * (2 * query.numel() + 2 * CHUNK * c.num_key_value_heads * c.head_dim),
+    )

@@ -20,7 +20,7 @@ SMS, CONTEXT = 132, 1088
 BITS = {"nvfp4": 4.5, "fp8": 8, "f16": 16}  # 4.5: a code and its share of a scale for 16 codes
 LAYERS = ("linear_attention", "full_attention")
 FILES = {
-    "single": ("single_in", "single_out", "single_router", "single_gate", "single_down", "single_head"),
+    "single": ("single_",),
     "batched": ("batched", "head"),
     "experts": ("moe", "route", "combine"),
     "delta": ("delta",),
@@ -50,7 +50,9 @@ def kernels(config: Path) -> list[dict]:
     return [
         fields
         for rows in (1, 32)
-        for fields in _named(_launches(short, weights, rows), _uses(full, weights, rows), full, rows)
+        for fields in _named(
+            _launches(short, weights, rows), _uses(full, weights, rows), full, rows
+        )
     ]
 
 
@@ -67,12 +69,14 @@ def _launches(c: Config, weights: Weights, rows: int) -> list:
 def _uses(c: Config, weights: Weights, rows: int) -> dict[str, list[dict]]:
     """By the start of an entry's name: what its launches are, in the order of the step."""
     gdn, attention = (layer.mixer for layer in weights.layers)
-    moe, width = weights.layers[0].moe, c.expert_width
+    moe = weights.layers[0].moe
     touched = round(c.experts * (1 - (1 - c.top_k / c.experts) ** rows))
     counts = [c.layer_types.count(kind) for kind in LAYERS]
     all_layers = sum(counts)
     state = 2 * 4 * rows * c.value_heads * c.key_dim * c.value_dim  # read and written, float32
-    keys = 2 * 2 * rows * CONTEXT * c.kv_heads * c.head_dim
+    attend = {"name": "attention", "launches": counts[1]}
+    attend["other_bytes"] = 2 * 2 * rows * CONTEXT * c.kv_heads * c.head_dim
+    attend["other_operations"] = 4 * rows * CONTEXT * c.heads * c.head_dim
     into = [_use("GDN in", gdn.in_proj, counts[0]), _use("attention in", attention.qkv, counts[1])]
     out = [_use("GDN out", gdn.out, counts[0]), _use("attention out", attention.out, counts[1])]
     shared = _use("shared gate/up, router", moe.shared_gate_up, all_layers)
@@ -87,7 +91,7 @@ def _uses(c: Config, weights: Weights, rows: int) -> dict[str, list[dict]]:
         "single_out_raw": out[1:],
         "batched_out": out,
         "attention_join": [{"name": "attention join", "launches": counts[1]}],
-        "attention": [{"name": "attention", "launches": counts[1], "other_bytes": keys}],
+        "attention": [attend],
         "single_router": [shared],
         "batched_router": [shared],
         "single_gate_up": [_use("experts gate/up", moe.gate_up, all_layers, touched)],
