@@ -140,16 +140,17 @@ def stored(weight: torch.Tensor, form: str, amax: float, shift: int = 0) -> dict
 def dequantise(
     tensors: Mapping[str, torch.Tensor], dims: ModelDims, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of the plain layout, experts fused; exact when dtype is float64.
+    """(name, tensor) of the text model in the plain layout, experts fused; exact in float64.
 
-    Tensors that the mix leaves alone keep their dtype. Reads only what a tensor needs, so `tensors`
-    may be a mapping that opens files.
+    dims: of the quantised config. Tensors that are not quantised keep their dtype. Reads only what
+    a tensor needs, so `tensors` may be a mapping that opens files.
     """
     import torch
 
-    layers = mixed_layers(dims)
     for parameter in inventory(dims):
-        form = layers.get(module_of(parameter))
+        form = dims.quantised_layers.get(module_of(parameter))
+        if parameter.role in ("vision", "mtp"):
+            continue
         if form is None:
             yield parameter.name, tensors[parameter.name]
         elif parameter.role != "routed_experts":
@@ -185,13 +186,9 @@ def dequantised_checkpoint(source: Path, folder: Path) -> Path:
     import torch
 
     config = json.loads((source / "config.json").read_text())
+    values = dequantise(read_tensors(source), ModelDims.from_config(config), torch.float64)
+    text = {name: tensor.double() for name, tensor in values}
     del config["quantization_config"]
-    dims = ModelDims.from_config(config)
-    text = {
-        name: tensor.double()
-        for name, tensor in dequantise(read_tensors(source), dims, torch.float64)
-        if name.startswith((text_prefix(dims), "lm_head"))
-    }
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from metainfer_lab.checkpoints import modelopt, qwen36
+from metainfer_lab.checkpoints import draws, modelopt
 from metainfer_lab.checkpoints.tiny import write_tensors
 from metainfer_lab.checkpoints.variants import read_tensors
 from metainfer_lab.model import ModelDims
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from metainfer_lab.oracle import Oracle
 
 PATTERN = ("linear_attention", "linear_attention", "linear_attention", "full_attention")
-RESIDUAL = 0.25  # of a block's output: it matters, and rounding does not grow from layer to layer
 CALIBRATION_PROMPTS, CALIBRATION_TOKENS = 4, 48
 
 
@@ -49,7 +48,7 @@ def tiny_qwen36(
     The same arguments give the same bytes.
     """
     rng = np.random.default_rng(seed)
-    text = qwen36.draw_dims(rng, dict(granules or {}), quantised=quantised, **dims)
+    text = draws.draw_dims(rng, dict(granules or {}), quantised=quantised, **dims)
     config = tiny_config(text, wrapped=wrapped or quantised)
     tensors = draw_tensors(config, seed)
     if not quantised:
@@ -122,8 +121,9 @@ def draw_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
 
     dims = ModelDims.from_config(config)
     generator = torch.Generator().manual_seed(seed)
+    residual = draws.residual_share(2 * 4)  # also of shorter ones, which are cut from four layers
     return {
-        name: qwen36.draw(name, shape, dims, generator, RESIDUAL)
+        name: draws.draw(name, shape, dims, generator, residual)
         for name, shape in dims.tensors().items()
     }
 
@@ -131,16 +131,21 @@ def draw_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
 def write(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], shards: int
 ) -> Path:
-    """config.json, generation_config.json, hf_quant_config.json if quantised, and safetensors."""
+    """config.json and what goes with it, and safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
+    write_config(folder, config)
+    write_tensors(folder, tensors, shards)
+    return folder
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """config.json, generation_config.json and, if quantised, hf_quant_config.json."""
     ends = config.get("text_config", config)["eos_token_id"]
     files = {"config.json": config, "generation_config.json": {"eos_token_id": ends}}
     if "quantization_config" in config:
         files["hf_quant_config.json"] = modelopt.hf_quant_config(config)
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=1))
-    write_tensors(folder, tensors, shards)
-    return folder
 
 
 def calibrate(

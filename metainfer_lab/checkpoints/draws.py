@@ -1,4 +1,4 @@
-"""Random weights of the Qwen3.5/3.6 hybrid: how each tensor is drawn, tiny and full-size alike.
+"""Random weights by a tensor's name: the Qwen3.5/3.6 hybrid, tiny and full-size, and dense models.
 
 Not degenerate, so that a fault shows: attention looks somewhere, gates are neither open nor shut,
 beta and the decay of a head take their whole range, norm weights differ from their neutral value,
@@ -63,10 +63,13 @@ def draw(
         return log_decay_rates(noise)
     if name.endswith("dt_bias"):
         return 0.5 * noise
-    if "norm" in name:  # all are stored as the difference from 1, but for that of GDN's output
-        return NORM_STD * noise + (1.0 if "linear_attn.norm" in name else 0.0)
+    if "norm" in name:  # the hybrid stores the difference from 1, but for that of GDN's output
+        centred = dims.family == "qwen3_5_moe" and "linear_attn.norm" not in name
+        return NORM_STD * noise + (0.0 if centred else 1.0)
     if name.endswith("conv1d.weight"):
         return 0.6 * noise
+    if name.endswith("mlp.gate.weight"):  # rows of equal length: no expert is a favourite
+        noise *= math.sqrt(shape[-1]) / noise.norm(dim=-1, keepdim=True)
     return spread(name, shape, dims, residual) * noise
 
 
@@ -74,6 +77,11 @@ def correlate(noise: torch.Tensor, rows: int) -> None:
     """Make the first `rows` rows (queries) resemble the next ones (keys), in place."""
     own = math.sqrt(1 - QUERY_KEY_CORRELATION**2)
     noise[:rows] = QUERY_KEY_CORRELATION * noise[rows : 2 * rows] + own * noise[:rows]
+
+
+def residual_share(blocks: int) -> float:
+    """Size of a block's output at which all of them together are as large at any depth."""
+    return 0.7 / math.sqrt(blocks)
 
 
 def spread(name: str, shape: tuple[int, ...], dims: ModelDims, residual: float) -> float:
