@@ -23,18 +23,18 @@ def fill(kind: type, **values) -> ctypes.Structure:
 
 SingleArgs = _struct(
     "SingleArgs",
-    "weight scales alpha weight16 alpha16 x norm z half_x y y16 h",
+    "weight alpha weight16 alpha16 x norm z half_x y y16 h",
     ints="tiles grid_main",
     floats="eps",
 )
 ExpertArgs = _struct(
     "ExpertArgs",
-    "weight scales alpha shared_weight shared_scales shared_alpha logits norm x h",
+    "weight alpha shared_weight shared_alpha logits norm x h",
     floats="eps",
 )
 BatchArgs = _struct(
     "BatchArgs",
-    "weight scales alpha weight16 alpha16 x y y16 h",
+    "weight alpha weight16 alpha16 x y y16 h",
     ints="tiles tiles16 blocks_main ld ld16",
 )
 RouteArgs = _struct(
@@ -42,7 +42,7 @@ RouteArgs = _struct(
 )
 MoeArgs = _struct(
     "MoeArgs",
-    "weight scales alpha shared_weight shared_scales shared_alpha units members x h out",
+    "weight alpha shared_weight shared_alpha units members x h out",
     ints="rows block_stride row_stride",
 )
 NormArgs = _struct(

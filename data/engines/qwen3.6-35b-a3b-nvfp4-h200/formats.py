@@ -4,6 +4,8 @@ Packed layout, shared by the three kinds. A *tile* is 16 rows; along K it is cut
 one A operand of mma.m16n8k16 each. Lane (g, t) = (lane // 4, lane % 4) holds rows g and g + 8,
 columns 4t .. 4t+3, so that the B operand is four neighbouring activations. Sixteen bytes of a lane
 are 4 blocks of NVFP4, 2 of FP8, 1 of 16-bit floats, and a warp reads 512 neighbouring bytes.
+NVFP4 keeps its scales in the same stream: 1,024 bytes of codes, then 128 bytes of scales, are a
+*group* of 16 rows x 128 columns; four bytes of a lane scale rows g, g + 8 of blocks 2t, 2t + 1.
 """
 
 from dataclasses import dataclass
@@ -12,7 +14,8 @@ import torch
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 BLOCK = 16
-GROUP = 128  # K elements whose block scales fill one 32-bit word per lane
+GROUP = 128  # K elements of a group
+GROUP_CODES = 1024  # bytes of a group's codes; 128 bytes of scales follow
 
 # Bits of a half-word (sign, then magnitude from the top) of the four code pairs of a packed word.
 # Rotating right by the first entry of ROTATIONS brings three pairs under one mask; the fourth
@@ -72,9 +75,10 @@ def _from_lanes(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
 
 
 def pack(kind: str, values: torch.Tensor, scales: torch.Tensor | None):
-    """Canonical -> packed (values uint8 [..., tiles, K chunks, 32 lanes, 16], scales [..., 4])."""
+    """Canonical -> packed bytes [..., tiles, bytes of a tile]; scales are inside, None is returned."""
     if kind == "nvfp4":
-        return _pack_codes(values), _pack_scales(scales)
+        codes, scales = _pack_codes(values), _pack_scales(scales)
+        return torch.cat((codes, scales), -1).flatten(-2), None
     lanes = _to_lanes(values.view(torch.uint8) if kind == "fp8" else values)
     # A operand order: (row g, first pair), (row g+8, first pair), (row g, second), (row g+8, second)
     lanes = lanes.unflatten(-1, (2, 2)).transpose(-3, -2).contiguous()
@@ -82,7 +86,7 @@ def pack(kind: str, values: torch.Tensor, scales: torch.Tensor | None):
     per_chunk = 2 if kind == "fp8" else 1
     lanes = lanes.reshape(*head, tiles, blocks // per_chunk, per_chunk, 32, 8)
     lanes = lanes.transpose(-3, -2).contiguous()
-    return lanes.view(torch.uint8).reshape(*head, tiles, blocks // per_chunk, 32, 16), None
+    return lanes.view(torch.uint8).reshape(*head, tiles, blocks // per_chunk * 512), None
 
 
 def _pack_codes(values: torch.Tensor) -> torch.Tensor:
@@ -98,23 +102,25 @@ def _pack_codes(values: torch.Tensor) -> torch.Tensor:
     word = torch.where(word >= 2**31, word - 2**32, word).int()
     *head, tiles, blocks, _ = word.shape
     word = word.reshape(*head, tiles, blocks // 4, 4, 32).transpose(-1, -2).contiguous()
-    return word.view(torch.uint8).reshape(*head, tiles, blocks // 4, 32, 16)
+    return word.view(torch.uint8).reshape(*head, tiles, blocks // 8, GROUP_CODES)
 
 
 def _pack_scales(scales: torch.Tensor) -> torch.Tensor:
-    """[..., rows, K/16] -> [..., tile, group, lane, 4]: rows g, g+8 by blocks 2t, 2t+1."""
+    """[..., rows, K/16] -> [..., tile, group, 128]: a lane's rows g, g+8 by blocks 2t, 2t+1."""
     raw = scales.view(torch.uint8)
     *head, rows, blocks = raw.shape
     n = len(head)
     raw = raw.reshape(*head, rows // 16, 2, 8, blocks // 8, 4, 2)  # tile, half, g, group, t, block
     raw = raw.permute(*range(n), n, n + 3, n + 2, n + 4, n + 1, n + 5)
-    return raw.reshape(*head, rows // 16, blocks // 8, 32, 4).contiguous()
+    return raw.reshape(*head, rows // 16, blocks // 8, 128)
 
 
 def unpack(kind: str, values: torch.Tensor, scales: torch.Tensor | None, rows: int, cols: int):
     """Inverse of pack() for one matrix."""
     if kind == "nvfp4":
-        return _unpack_codes(values, rows, cols), _unpack_scales(scales, rows, cols)
+        groups = values.reshape(rows // 16, cols // GROUP, GROUP_CODES + GROUP)
+        codes, scales = groups[..., :GROUP_CODES], groups[..., GROUP_CODES:]
+        return _unpack_codes(codes, rows, cols), _unpack_scales(scales, rows, cols)
     dtype = torch.float8_e4m3fn if kind == "fp8" else torch.float16
     per_chunk = 2 if kind == "fp8" else 1
     lanes = values.contiguous().view(torch.uint8 if kind == "fp8" else torch.float16)

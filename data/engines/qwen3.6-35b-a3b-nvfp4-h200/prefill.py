@@ -160,10 +160,10 @@ class Prefill:
         shared = (F.silu(pairs[:, :, 0]) * pairs[:, :, 1]).flatten(1)
         parts[:, -1] = dense["shared_down"]((shared * H_SCALE).half()) / H_SCALE
         lists = {"units": units, "members": members, "x": xn, "h": h, "out": parts}
-        lists |= {"block_stride": steps.X_COLUMNS, "row_stride": config.hidden}
-        up, down = steps.moe_args(layer.moe, lists, rows, shared=False)
-        self.kernels["moe_gate_up"].launch(2 * self.sms, 256, up, steps.MOE_SHARED)
-        self.kernels["moe_down"].launch(2 * self.sms, 256, down, steps.MOE_SHARED)
+        strides = (steps.X_COLUMNS, config.hidden)
+        up, down = steps.moe_args(layer.moe, lists, rows, strides, shared=False)
+        self.kernels["moe_gate_up"].launch(self.sms, steps.MOE_THREADS, up, steps.MOE_SHARED)
+        self.kernels["moe_down"].launch(self.sms, steps.MOE_THREADS, down, steps.MOE_SHARED)
         return self._norm(x, norm, parts, weights)
 
     def _lists(self, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ OUT_PARTS = 4
 IN_STAGES = 3
 # Shared memory of the kernels: columns and padded stride of a staged activation block, stages.
 X_COLUMNS, X_STRIDE, STAGES = 256, 272, 3
-SLICE_BYTES = 4608
+GROUP_BYTES = 1152  # 16 rows x 128 columns of NVFP4
 
 
 def defines(config: Config) -> dict[str, int]:
@@ -116,7 +116,8 @@ MAX_SPLIT_ROWS = 128  # attention splits x rows
 ATTENTION_SHARED = 2 * 2 * 32 * (256 + 8) * 2  # stages, keys and values, tokens, padded rows
 
 
-MOE_SHARED = 8 * 3 * SLICE_BYTES  # warps, stages
+MOE_THREADS = 17 * 32
+MOE_SHARED = 5 * (16 * 2 * GROUP_BYTES + 8 * X_STRIDE * 2)  # stages of 16 tiles and 8 rows
 
 
 def tile_bytes(matrix: Matrix) -> int:
@@ -277,8 +278,6 @@ class SingleStep(Step):
             eps=self.config.rms_eps,
             **fields,
         )
-        if main.scales is not None:
-            args.scales = main.scales.data_ptr()
         if second is not None:
             args.weight16, args.alpha16 = second.values.data_ptr(), second.alpha.data_ptr()
         stages = IN_STAGES if kernel == "single_in" else 1
@@ -313,7 +312,6 @@ class SingleStep(Step):
         up = fill(
             c.ExpertArgs,
             weight=moe.gate_up.values,
-            scales=moe.gate_up.scales,
             alpha=moe.gate_up.alpha,
             **common,
         )
@@ -322,10 +320,8 @@ class SingleStep(Step):
         down = fill(
             c.ExpertArgs,
             weight=moe.down.values,
-            scales=moe.down.scales,
             alpha=moe.down.alpha,
             shared_weight=moe.shared_down.values,
-            shared_scales=moe.shared_down.scales,
             shared_alpha=moe.shared_down.alpha,
             **common,
         )
@@ -336,7 +332,6 @@ class SingleStep(Step):
         args = fill(
             c.SingleArgs,
             weight=head.values,
-            scales=head.scales,
             alpha=head.alpha,
             x=b.x,
             norm=self.weights.final_norm,
@@ -344,7 +339,7 @@ class SingleStep(Step):
             tiles=head.rows // TILE,
             eps=self.config.rms_eps,
         )
-        self._add("single_head", 2 * self.sms, 256, args, 8 * 2 * SLICE_BYTES)
+        self._add("single_head", 2 * self.sms, 256, args, 8 * 2 * 4 * GROUP_BYTES)
 
 
 class BatchedStep(Step):
@@ -365,8 +360,6 @@ class BatchedStep(Step):
             blocks_main=blocks,
             **fields,
         )
-        if main.scales is not None:
-            args.scales = main.scales.data_ptr()
         x_bytes, stage = nt * 8 * X_STRIDE * 2, lambda m: tile_bytes(m) * X_COLUMNS // m.cols
         shared = max(STAGES * (x_bytes + per * stage(main)), per * 8 * nt * 8 * 17 * 4)
         if second is not None:
@@ -428,10 +421,10 @@ class BatchedStep(Step):
         )
         self._add("route", 1, 1024, route)
         lists = {"units": b.units, "members": b.members, "x": b.xn, "h": b.h, "out": b.parts}
-        lists |= {"block_stride": MAX_ROWS * X_STRIDE, "row_stride": X_STRIDE}
-        up, down = moe_args(moe, lists, self.rows, shared=True)
-        self._add("moe_gate_up", 2 * self.sms, 256, up, MOE_SHARED)
-        self._add("moe_down", 2 * self.sms, 256, down, MOE_SHARED)
+        strides = (MAX_ROWS * X_STRIDE, X_STRIDE)
+        up, down = moe_args(moe, lists, self.rows, strides, shared=True)
+        self._add("moe_gate_up", self.sms, MOE_THREADS, up, MOE_SHARED)
+        self._add("moe_down", self.sms, MOE_THREADS, down, MOE_SHARED)
         following = self.weights.layers[index + 1 :]
         norm = following[0].input_norm if following else self.weights.final_norm
         self._norm(norm, "parts")
@@ -441,7 +434,6 @@ class BatchedStep(Step):
         args = fill(
             c.BatchArgs,
             weight=head.values,
-            scales=head.scales,
             alpha=head.alpha,
             x=b.xn,
             y=b.logits,
@@ -449,30 +441,34 @@ class BatchedStep(Step):
             tiles=head.rows // TILE,
         )
         x_bytes = self.config.hidden // X_COLUMNS * nt * 8 * X_STRIDE * 2
-        self._add(f"head_{nt}", self.sms, 256, args, x_bytes + 8 * 2 * SLICE_BYTES)
+        self._add(f"head_{nt}", self.sms, 256, args, x_bytes + 8 * 2 * 4 * GROUP_BYTES)
 
 
-def moe_args(moe, lists: dict, rows: int, shared: bool):
-    """Arguments of moe_gate_up and moe_down; without `shared`, row TOP_K of `out` is the caller's."""
+def moe_args(moe, lists: dict, rows: int, strides: tuple[int, int], shared: bool):
+    """Arguments of moe_gate_up and moe_down; without `shared` the caller adds the shared expert.
+
+    lists: units, members, x, h, out; strides: block and row stride of x (see kernels/experts.cu).
+    """
     up = fill(
         c.MoeArgs,
         weight=moe.gate_up.values,
-        scales=moe.gate_up.scales,
         alpha=moe.gate_up.alpha,
         rows=rows,
+        block_stride=strides[0],
+        row_stride=strides[1],
         **lists,
     )
     down = fill(
         c.MoeArgs,
         weight=moe.down.values,
-        scales=moe.down.scales,
         alpha=moe.down.alpha,
         rows=rows,
-        **lists,
+        block_stride=X_COLUMNS,
+        row_stride=moe.down.cols,
+        **{**lists, "x": lists["h"]},
     )
     if shared:
         down.shared_weight = moe.shared_down.values.data_ptr()
-        down.shared_scales = moe.shared_down.scales.data_ptr()
         down.shared_alpha = moe.shared_down.alpha.data_ptr()
     return up, down
 

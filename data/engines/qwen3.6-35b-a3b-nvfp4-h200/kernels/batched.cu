@@ -11,7 +11,6 @@ enum { STORE, PARTIAL, SWIGLU };
 
 struct BatchArgs {
   const uint4 *weight;
-  const u32 *scales;
   const float *alpha;
   const uint4 *weight16;  // second matrix in fp16, one tile a block
   const float *alpha16;
@@ -21,8 +20,7 @@ struct BatchArgs {
   int tiles, tiles16, blocks_main, ld, ld16;
 };
 
-constexpr int stage_codes(int kind) { return 16 * X_COLUMNS * (kind == F16 ? 4 : kind == FP8 ? 2 : 1) / 2; }
-constexpr int stage_tile(int kind) { return stage_codes(kind) + (kind == NVFP4 ? X_COLUMNS : 0); }
+constexpr int stage_tile(int kind) { return X_COLUMNS * (kind == F16 ? 32 : kind == FP8 ? 16 : 9); }
 
 // Scale bytes of two blocks -> fp16 pair times 2^7: code x scale products stay exact in fp16.
 __device__ __forceinline__ u32 scale_pair(u16 w) { return mul_half2(e4m3x2_to_half2(w), 0x58005800u); }
@@ -42,9 +40,9 @@ template <int KIND> __device__ __forceinline__ void load_blocks(const u8 *tile, 
       f[j][0] = v.x, f[j][1] = v.y, f[j][2] = v.z, f[j][3] = v.w;
     }
   } else {  // half a 64-column chunk; its scale word holds both blocks of rows g and g + 8
-    const uint2 v = ((const uint2 *)tile)[((warp >> 1) * 32 + lane) * 2 + (warp & 1)];
-    const u32 *scales = (const u32 *)(tile + stage_codes(NVFP4)) + (warp >> 2) * 32;
-    const u32 w = scales[(lane >> 2) * 4 + (warp & 3)];
+    const u8 *group = tile + (warp >> 2) * GROUP_BYTES;
+    const uint2 v = ((const uint2 *)group)[((warp >> 1 & 1) * 32 + lane) * 2 + (warp & 1)];
+    const u32 w = ((const u32 *)(group + GROUP_CODES))[(lane >> 2) * 4 + (warp & 3)];
     const u32 top = scale_pair((u16)w), bottom = scale_pair((u16)(w >> 16));
 #pragma unroll
     for (int j = 0; j < 2; j++) {
@@ -65,7 +63,7 @@ __device__ __forceinline__ void block_tiles(const uint4 *weight, const BatchArgs
                                             int count, int k0, u8 *memory, u64 *full, u64 *empty) {
   constexpr int STEPS = K_LENGTH / X_COLUMNS, X_BYTES = NT * 8 * X_STRIDE * 2;
   constexpr int STAGE_BYTES = X_BYTES + TILES * stage_tile(KIND);
-  constexpr int TILE_CODES = stage_codes(KIND) * (K / X_COLUMNS);
+  constexpr int TILE_BYTES = stage_tile(KIND) * (K / X_COLUMNS);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const u64 policy = stream_policy();
   const auto request_weights = [&](int step) {
@@ -73,15 +71,10 @@ __device__ __forceinline__ void block_tiles(const uint4 *weight, const BatchArgs
     u64 *barrier = full + step % STAGES;
     barrier_expect(barrier, X_BYTES + count * stage_tile(KIND));
     const int block = k0 / X_COLUMNS + step;
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; i < count; i++)
       bulk_copy(to + i * stage_tile(KIND),
-                (const u8 *)weight + (size_t)(first + i) * TILE_CODES + block * stage_codes(KIND),
-                stage_codes(KIND), barrier, policy);
-      if (KIND == NVFP4)
-        bulk_copy(to + i * stage_tile(KIND) + stage_codes(KIND),
-                  (const u8 *)a.scales + (size_t)(first + i) * K + block * X_COLUMNS, X_COLUMNS,
-                  barrier, policy);
-    }
+                (const u8 *)weight + (size_t)(first + i) * TILE_BYTES + block * stage_tile(KIND),
+                stage_tile(KIND), barrier, policy);
   };
   const auto request_x = [&](int step) {
     const int block = k0 / X_COLUMNS + step;
@@ -202,8 +195,7 @@ SIZES(batched_router, NVFP4, HIDDEN, HIDDEN, ROUTER_TILES, SWIGLU)
 // neighbouring tiles, 128 columns at a time through its own queue.
 #define HEAD_TILES 4
 #define HEAD_STAGES 2
-#define HEAD_PIECE (16 * 128 / 2 + 128)  // codes and scales of one tile
-#define HEAD_BYTES (HEAD_TILES * HEAD_PIECE)
+#define HEAD_BYTES (HEAD_TILES * GROUP_BYTES)
 template <int NT> __device__ __forceinline__ void batched_head(const BatchArgs &a) {
   constexpr int PIECES = HIDDEN / 128, BLOCKS = HIDDEN / X_COLUMNS, X_BYTES = NT * 8 * X_STRIDE * 2;
   extern __shared__ __align__(128) u8 memory[];
@@ -222,9 +214,8 @@ template <int NT> __device__ __forceinline__ void batched_head(const BatchArgs &
     if (lane >= HEAD_TILES) return;
     const size_t tile = (size_t)(first + step / PIECES * stride) * HEAD_TILES + lane;
     const size_t piece = tile * PIECES + step % PIECES;
-    u8 *to = mine + stage * HEAD_BYTES + lane * HEAD_PIECE;
-    bulk_copy(to, (const u8 *)a.weight + piece * 1024, 1024, barriers[warp] + stage, policy);
-    bulk_copy(to + 1024, (const u8 *)a.scales + piece * 128, 128, barriers[warp] + stage, policy);
+    bulk_copy(mine + stage * HEAD_BYTES + lane * GROUP_BYTES, (const u8 *)a.weight + piece * GROUP_BYTES,
+              GROUP_BYTES, barriers[warp] + stage, policy);
   };
   if (lane == 0) {
     for (int s = 0; s < HEAD_STAGES; s++) barrier_init(barriers[warp] + s, 1);
@@ -264,8 +255,8 @@ template <int NT> __device__ __forceinline__ void batched_head(const BatchArgs &
           b[k][n] = *(const uint2 *)(xs + (n * 8 + g) * X_STRIDE + (j + k) * 16 + 4 * t);
 #pragma unroll
       for (int i = 0; i < HEAD_TILES; i++) {
-        const uint2 v = ((const uint2 *)(pieces + i * HEAD_PIECE))[(j / 4 * 32 + lane) * 2 + (j / 2 & 1)];
-        const u32 w = ((const u32 *)(pieces + i * HEAD_PIECE + 1024))[g * 4 + j / 2];
+        const uint2 v = ((const uint2 *)(pieces + i * GROUP_BYTES))[(j / 4 * 32 + lane) * 2 + (j / 2 & 1)];
+        const u32 w = ((const u32 *)(pieces + i * GROUP_BYTES + GROUP_CODES))[g * 4 + j / 2];
         const u32 top = scale_pair((u16)w), bottom = scale_pair((u16)(w >> 16));
 #pragma unroll
         for (int k = 0; k < 2; k++) {

@@ -242,50 +242,23 @@ __device__ __forceinline__ void top_experts(const float *logits, int &id, float 
   weight = e / lane_sum(e);
 }
 
-// A warp's own queue of weight slices, 16 rows x 512 columns of NVFP4 each: 4 KB of codes, 512 B of
-// scales. Slices follow one another across tiles, so the queue never runs dry between them.
-#define SLICE_K 512
-#define SLICE_CODES (16 * SLICE_K / 2)
-#define SLICE_BYTES (SLICE_CODES + SLICE_K)
-template <int STAGES> struct SliceQueue {
-  u8 *memory;      // [STAGES][SLICE_BYTES]
-  u64 *barriers;   // [STAGES]
-  u64 policy;
-  int taken;       // slices consumed so far
+// NVFP4 weights come in groups of 16 rows x 128 columns: codes, then scales.
+#define GROUP_CODES 1024
+#define GROUP_BYTES (GROUP_CODES + 128)
 
-  // Lane 0 calls this for slice `s` of the warp; `index` counts slices in the whole matrix.
-  __device__ __forceinline__ void request(int s, const uint4 *weight, const u32 *scales,
-                                          size_t index) {
-    const int stage = s % STAGES;
-    barrier_expect(barriers + stage, SLICE_BYTES);
-    bulk_copy(memory + stage * SLICE_BYTES, (const u8 *)weight + index * SLICE_CODES, SLICE_CODES,
-              barriers + stage, policy);
-    bulk_copy(memory + stage * SLICE_BYTES + SLICE_CODES, (const u8 *)scales + index * SLICE_K,
-              SLICE_K, barriers + stage, policy);
-  }
-  __device__ __forceinline__ const u8 *wait() const {
-    barrier_wait(barriers + taken % STAGES, taken / STAGES & 1);
-    return memory + taken % STAGES * SLICE_BYTES;
-  }
-};
-
-// Products of a slice with NB rows: b[group][h] as in dot_group.
+// Products of a group in shared memory with NB rows, b as in dot_group.
 template <int NB>
-__device__ __forceinline__ void dot_slice(const u8 *slice, const uint2 (*b)[NB], float *acc) {
-  const int lane = threadIdx.x & 31, g = lane >> 2;
-#pragma unroll
-  for (int i = 0; i < SLICE_K / 128; i++) {
-    const uint4 *codes = (const uint4 *)slice + i * 64 + lane;
-    const uint4 q[2] = {codes[0], codes[32]};
-    const u32 *scales = (const u32 *)(slice + SLICE_CODES) + i * 32;
-    if (NB == 1) {
-      const u32 scale = scales[lane];
-      dot_group<NB>(q, &scale, b[i], acc);
-    } else {
-      const uint4 v = ((const uint4 *)scales)[g];
-      const u32 scale[4] = {v.x, v.y, v.z, v.w};
-      dot_group<NB>(q, scale, b[i], acc);
-    }
+__device__ __forceinline__ void dot_group_at(const u8 *group, const uint2 *b, float *acc) {
+  const int lane = threadIdx.x & 31;
+  const uint4 *codes = (const uint4 *)group + lane;
+  const uint4 q[2] = {codes[0], codes[32]};
+  if (NB == 1) {
+    const u32 scale = ((const u32 *)(group + GROUP_CODES))[lane];
+    dot_group<NB>(q, &scale, b, acc);
+  } else {
+    const uint4 v = ((const uint4 *)(group + GROUP_CODES))[lane >> 2];
+    const u32 scale[4] = {v.x, v.y, v.z, v.w};
+    dot_group<NB>(q, scale, b, acc);
   }
 }
 

@@ -72,141 +72,166 @@ extern "C" __global__ void __launch_bounds__(1024) route(const RouteArgs a) {
 
 struct MoeArgs {
   const uint4 *weight;
-  const u32 *scales;
   const float *alpha;
   const uint4 *shared_weight;  // down only
-  const u32 *shared_scales;
   const float *shared_alpha;
   const int *units, *members;
-  const u16 *x;                // gate_up: normed rows
-  u16 *h;                      // [rows * ROWS_PER_TOKEN, WIDTH]
+  const u16 *x;                // gate_up: normed rows; down: h
+  u16 *h;                      // gate_up: [rows * ROWS_PER_TOKEN, WIDTH]
   float *out;                  // down: [rows * ROWS_PER_TOKEN, HIDDEN]
   int rows;
   int block_stride, row_stride;  // of x: column c of row r at c / 256 * block + r * row + c % 256
 };
-#define MOE_THREADS 256
-#define MOE_STAGES 3
 
-// One pass over a row tile of K columns with NB rows. `x` is this lane's activation pointer.
-template <int K, int NB, class Request>
-__device__ __forceinline__ void expert_tile(SliceQueue<MOE_STAGES> &queue, const u16 *x,
-                                            int block_stride, const Request &request, float *acc) {
-  acc[0] = acc[1] = acc[2] = acc[3] = 0.f;
-#pragma unroll 1
-  for (int piece = 0; piece < K / SLICE_K; piece++) {
-    uint2 b[SLICE_K / 128][NB];
+// One warp produces, the others consume: a block walks over (unit, MOE_WARPS row tiles) items, 256
+// columns a stage. The producer reads the lists and asks for weights and activations stages ahead.
+#define MOE_WARPS 16
+#define MOE_STAGES 5
+#define STAGE_K 256
+#define TILE_BYTES (STAGE_K / 128 * GROUP_BYTES)
+#define ROW_STRIDE (STAGE_K + 16)
+#define STAGE_BYTES (MOE_WARPS * TILE_BYTES + UNIT_ROWS * ROW_STRIDE * 2)
+
+struct Item {
+  int count;               // rows
+  int shared;              // 1: of the shared expert
+  long long tile;          // first row tile in the stacked matrix
+  int members[UNIT_ROWS];  // row * ROWS_PER_TOKEN + rank
+};
+
+struct MoeMemory {
+  u64 full[MOE_STAGES], empty[MOE_STAGES];
+  Item items[MOE_STAGES];
+};
+
+template <int NB>
+__device__ __forceinline__ void dot_stage(const u8 *tile, const u16 *xs, int count, float *acc) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const u16 *x = xs + min(g % NB, count - 1) * ROW_STRIDE + g / NB * 16 + 4 * t;
 #pragma unroll
-    for (int i = 0; i < SLICE_K / 128; i++)
+  for (int i = 0; i < STAGE_K / 128; i++) {
+    uint2 b[NB];
 #pragma unroll
-      for (int h = 0; h < NB; h++)
-        b[i][h] = *(const uint2 *)(x + (piece * (SLICE_K / 256) + i / 2) * block_stride + i % 2 * 128 +
-                                   h * (8 / NB) * 16);
-    dot_slice<NB>(queue.wait(), b, acc);
-    __syncwarp();
-    if ((threadIdx.x & 31) == 0) request(queue.taken + MOE_STAGES);
-    queue.taken++;
+    for (int h = 0; h < NB; h++) b[h] = *(const uint2 *)(x + i * 128 + h * (8 / NB) * 16);
+    dot_group_at<NB>(tile + i * GROUP_BYTES, b, acc);
   }
-  fold_columns<NB>(acc);
 }
 
-// All items of this warp. tile_of(item): row tile in the stacked matrix, or -1 - tile in the shared
-// one; row_of(item, column): activation row; finish(item, column count, tile, acc).
-template <int K, class Tile, class Count, class Row, class Finish>
-__device__ __forceinline__ void expert_items(const MoeArgs &a, const u16 *x, int block_stride,
-                                             int row_stride, int items, const Tile &tile_of,
-                                             const Count &count_of, const Row &row_of,
-                                             const Finish &finish) {
-  constexpr int PIECES = K / SLICE_K;
+// Asks for all stages of all items of this block; runs in one warp.
+template <int K, int TILES, bool GATE_UP>
+__device__ __forceinline__ void produce(const MoeArgs &a, int items, int units, u8 *memory,
+                                        MoeMemory &m) {
+  constexpr int STEPS = K / STAGE_K, PARTS = TILES / MOE_WARPS;
+  const int lane = threadIdx.x & 31;
+  const u64 policy = stream_policy();
+  asm volatile("fence.proxy.async.global;" ::: "memory");  // x was written by ordinary stores
+  int stage = 0, round = 0;
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    const int u = item / PARTS;
+    const bool shared = u >= units;
+    const int first = shared ? (u - units) * UNIT_ROWS : a.units[2 + u * 3];
+    const int count = shared ? min(a.rows - first, UNIT_ROWS) : a.units[3 + u * 3];
+    const long long tile =
+        (shared ? 0 : (long long)a.units[1 + u * 3] * TILES) + item % PARTS * MOE_WARPS;
+    int member = 0;
+    if (lane < count) member = shared ? (first + lane) * ROWS_PER_TOKEN + TOP_K : a.members[first + lane];
+    const u16 *x = a.x + (size_t)(GATE_UP ? member / ROWS_PER_TOKEN : member) * a.row_stride;
+    const u8 *w = (const u8 *)(shared ? a.shared_weight : a.weight) +
+                  (size_t)(tile + lane % MOE_WARPS) * STEPS * TILE_BYTES;
+    for (int step = 0; step < STEPS; step++) {
+      if (round) barrier_wait(m.empty + stage, round - 1 & 1);
+      if (lane < UNIT_ROWS) m.items[stage].members[lane] = member;
+      if (lane == 0) {
+        m.items[stage].count = count;
+        m.items[stage].shared = shared;
+        m.items[stage].tile = tile;
+      }
+      __syncwarp();
+      if (lane == 0) barrier_expect(m.full + stage, MOE_WARPS * TILE_BYTES + count * STAGE_K * 2);
+      __syncwarp();
+      u8 *to = memory + stage * STAGE_BYTES;
+      if (lane < MOE_WARPS)
+        bulk_copy(to + lane * TILE_BYTES, w + step * TILE_BYTES, TILE_BYTES, m.full + stage, policy);
+      if (lane < count)
+        bulk_copy(to + MOE_WARPS * TILE_BYTES + lane * ROW_STRIDE * 2, x + step * a.block_stride,
+                  STAGE_K * 2, m.full + stage);
+      if (++stage == MOE_STAGES) stage = 0, round++;
+    }
+  }
+}
+
+template <int K, int TILES, bool GATE_UP>
+__device__ __forceinline__ void expert_items(const MoeArgs &a) {
+  constexpr int STEPS = K / STAGE_K, PARTS = TILES / MOE_WARPS;
   extern __shared__ __align__(128) u8 memory[];
-  __shared__ __align__(8) u64 barriers[MOE_THREADS / 32][MOE_STAGES];
+  __shared__ MoeMemory m;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int first = blockIdx.x * (MOE_THREADS / 32) + warp, stride = gridDim.x * (MOE_THREADS / 32);
-  const int slices = first < items ? ((items - first - 1) / stride + 1) * PIECES : 0;
-  SliceQueue<MOE_STAGES> queue = {memory + warp * MOE_STAGES * SLICE_BYTES, barriers[warp],
-                                  stream_policy(), 0};
-  const auto request = [&](int s) {
-    if (s >= slices) return;
-    const long long tile = tile_of(first + s / PIECES * stride);
-    if (tile >= 0) queue.request(s, a.weight, a.scales, tile * PIECES + s % PIECES);
-    else queue.request(s, a.shared_weight, a.shared_scales, (-1 - tile) * PIECES + s % PIECES);
-  };
-  if (lane == 0) {
-    for (int s = 0; s < MOE_STAGES; s++) barrier_init(barriers[warp] + s, 1);
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < MOE_STAGES; s++) {
+      barrier_init(m.full + s, 1);
+      barrier_init(m.empty + s, MOE_WARPS);
+    }
     barrier_fence();
-    for (int s = 0; s < MOE_STAGES; s++) request(s);
   }
-  __syncwarp();
-#pragma unroll 1
-  for (int item = first; item < items; item += stride) {
-    const int n = count_of(item);
-    float acc[4];
-    const auto lane_x = [&](int nb) {
-      return x + (size_t)row_of(item, min(g % nb, n - 1)) * row_stride + g / nb * 16 + 4 * t;
-    };
-    if (n == 1) expert_tile<K, 1>(queue, lane_x(1), block_stride, request, acc);
-    else if (n == 2) expert_tile<K, 2>(queue, lane_x(2), block_stride, request, acc);
-    else if (n <= 4) expert_tile<K, 4>(queue, lane_x(4), block_stride, request, acc);
-    else expert_tile<K, 8>(queue, lane_x(8), block_stride, request, acc);
-    finish(item, n, tile_of(item), acc);
-  }
-}
-
-extern "C" __global__ void __launch_bounds__(MOE_THREADS, 2) moe_gate_up(const MoeArgs a) {
-  constexpr int TILES = WIDTH / 8;
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  pdl_wait();
-  pdl_trigger();
-  const auto unit = [&](int item) { return a.units + 1 + item / TILES * 3; };
-  expert_items<HIDDEN>(
-      a, a.x, a.block_stride, a.row_stride, a.units[0] * TILES,
-      [&](int item) { return (long long)unit(item)[0] * TILES + item % TILES; },
-      [&](int item) { return unit(item)[2]; },
-      [&](int item, int column) { return a.members[unit(item)[1] + column] / ROWS_PER_TOKEN; },
-      [&](int item, int n, long long tile, const float *acc) {
-        const float gate_alpha = a.alpha[tile * 2] * FP4_UNIT;
-        const float up_alpha = a.alpha[tile * 2 + 1] * FP4_UNIT;
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-          if (2 * t + i < n)
-            a.h[(size_t)a.members[unit(item)[1] + 2 * t + i] * WIDTH + item % TILES * 8 + g] =
-                to_half(silu(acc[i] * gate_alpha) * acc[2 + i] * up_alpha * H_SCALE);
-      });
-}
-
-// The shared expert is the last units: every row is a member.
-extern "C" __global__ void __launch_bounds__(MOE_THREADS, 2) moe_down(const MoeArgs a) {
-  constexpr int TILES = HIDDEN / 16;
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  __syncthreads();
   pdl_wait();
   pdl_trigger();
   const int units = a.units[0];
   const int shared_units = a.shared_weight ? (a.rows + UNIT_ROWS - 1) / UNIT_ROWS : 0;
-  const auto unit = [&](int item) { return a.units + 1 + item / TILES * 3; };
-  const auto is_shared = [&](int item) { return item / TILES >= units; };
-  const auto shared_first = [&](int item) { return (item / TILES - units) * UNIT_ROWS; };
-  const auto row_of = [&](int item, int column) {
-    return is_shared(item) ? (shared_first(item) + column) * ROWS_PER_TOKEN + TOP_K
-                           : a.members[unit(item)[1] + column];
-  };
-  expert_items<WIDTH>(
-      a, a.h, 256, WIDTH, (units + shared_units) * TILES,
-      [&](int item) {
-        return is_shared(item) ? -1ll - item % TILES : (long long)unit(item)[0] * TILES + item % TILES;
-      },
-      [&](int item) {
-        return is_shared(item) ? min(a.rows - shared_first(item), UNIT_ROWS) : unit(item)[2];
-      },
-      row_of, [&](int item, int n, long long tile, const float *acc) {
-        const float *alpha = tile >= 0 ? a.alpha + tile * 2 : a.shared_alpha + (-1 - tile) * 2;
-        const float top = alpha[0] * (FP4_UNIT / H_SCALE), bottom = alpha[1] * (FP4_UNIT / H_SCALE);
+  const int items = (units + shared_units) * PARTS;
+  if (warp == MOE_WARPS) {
+    produce<K, TILES, GATE_UP>(a, items, units, memory, m);
+    return;
+  }
+  int stage = 0, round = 0;
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    float acc[4] = {0.f, 0.f, 0.f, 0.f};
+    int count = 0;
+    for (int step = 0; step < STEPS; step++) {
+      barrier_wait(m.full + stage, round & 1);
+      count = m.items[stage].count;
+      const u8 *tile = memory + stage * STAGE_BYTES + warp * TILE_BYTES;
+      const u16 *xs = (const u16 *)(memory + stage * STAGE_BYTES + MOE_WARPS * TILE_BYTES);
+      if (count == 1) dot_stage<1>(tile, xs, count, acc);
+      else if (count == 2) dot_stage<2>(tile, xs, count, acc);
+      else if (count <= 4) dot_stage<4>(tile, xs, count, acc);
+      else dot_stage<8>(tile, xs, count, acc);
+      if (step == STEPS - 1) {
+        const Item &it = m.items[stage];
+        const int within = it.tile % TILES + warp;
+        const float *alpha = (it.shared ? a.shared_alpha : a.alpha) + (it.tile + warp) * 2;
+        const float top = alpha[0] * FP4_UNIT, bottom = alpha[1] * FP4_UNIT;
+        if (count == 1) fold_columns<1>(acc);
+        else if (count == 2) fold_columns<2>(acc);
+        else if (count <= 4) fold_columns<4>(acc);
 #pragma unroll
-        for (int i = 0; i < 2; i++)
-          if (2 * t + i < n) {
-            float *out = a.out + (size_t)row_of(item, 2 * t + i) * HIDDEN + item % TILES * 16;
-            out[g] = acc[i] * top;
-            out[g + 8] = acc[2 + i] * bottom;
+        for (int i = 0; i < 2; i++) {
+          if (2 * t + i >= count) continue;
+          const size_t member = it.members[2 * t + i];
+          if (GATE_UP) {
+            a.h[member * WIDTH + within * 8 + g] =
+                to_half(silu(acc[i] * top) * acc[2 + i] * bottom * H_SCALE);
+          } else {
+            float *out = a.out + member * HIDDEN + within * 16 + g;
+            out[0] = acc[i] * (top / H_SCALE);
+            out[8] = acc[2 + i] * (bottom / H_SCALE);
           }
-      });
+        }
+      }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(m.empty + stage);
+      if (++stage == MOE_STAGES) stage = 0, round++;
+    }
+  }
+}
+
+#define MOE_THREADS ((MOE_WARPS + 1) * 32)
+extern "C" __global__ void __launch_bounds__(MOE_THREADS) moe_gate_up(const MoeArgs a) {
+  expert_items<HIDDEN, WIDTH / 8, true>(a);
+}
+// The shared expert is the last units: every row is a member.
+extern "C" __global__ void __launch_bounds__(MOE_THREADS) moe_down(const MoeArgs a) {
+  expert_items<WIDTH, HIDDEN / 16, false>(a);
 }
 
 struct NormArgs {

@@ -3,7 +3,6 @@
 
 struct SingleArgs {
   const uint4 *weight;     // main matrix, packed tiles
-  const u32 *scales;       // NVFP4 only
   const float *alpha;      // one per 8 rows
   const uint4 *weight16;   // second matrix in fp16 (gates, router); blocks from grid_main on
   const float *alpha16;
@@ -61,7 +60,6 @@ __device__ __forceinline__ void gate_to_shared(const float *o, const float *z, c
 #pragma unroll
   for (int i = 0; i < PER; i++) factor[i] = silu(factor[i]) * norm[(first + i) % VALUE_DIM];
   pdl_wait();
-  pdl_trigger();
 #pragma unroll
   for (int i = 0; i < PER; i += 4) *(float4 *)(v + i) = *(const float4 *)(o + first + i);
 #pragma unroll
@@ -78,21 +76,18 @@ template <int PRO> __device__ __forceinline__ void prologue(const SingleArgs &a,
   if (PRO == NORM) {
     const NormWeights norm = load_norm(a.norm);
     pdl_wait();
-    pdl_trigger();
     norm_to_shared(a.x, norm, a.eps, xs, scratch);
   } else if (PRO == GATED) {
     gate_to_shared(a.x, a.z, a.norm, a.eps, xs);
   } else {
     pdl_wait();
-    pdl_trigger();
     for (int i = threadIdx.x; i < k / 8; i += SINGLE_THREADS)
       ((uint4 *)xs)[i] = ((const uint4 *)a.half_x)[i];
     __syncthreads();
   }
 }
 
-constexpr int tile_codes(int kind, int k) { return 16 * k * (kind == F16 ? 4 : kind == FP8 ? 2 : 1) / 2; }
-constexpr int tile_bytes(int kind, int k) { return tile_codes(kind, k) + (kind == NVFP4 ? k : 0); }
+constexpr int tile_bytes(int kind, int k) { return k * (kind == F16 ? 32 : kind == FP8 ? 16 : 9); }
 
 // One warp's K slice of a tile in shared memory -> 16 row sums in red[0..15].
 template <int KIND, int K>
@@ -103,12 +98,11 @@ __device__ __forceinline__ void tile_rows(const u8 *tile, const u16 *xs, float *
   const u16 *x = xs + warp * (K / WARPS);
   float acc[4] = {0.f, 0.f, 0.f, 0.f}, odd[4] = {0.f, 0.f, 0.f, 0.f};
   if (KIND == NVFP4) {
-    const u32 *s = (const u32 *)(tile + tile_codes(KIND, K)) + warp * (CH / 2) * 32 + lane;
+    constexpr int GROUPS = K / WARPS / 128;
 #pragma unroll
-    for (int c = 0; c < CH; c += 2) {
-      const uint4 codes[2] = {q[c * 32], q[c * 32 + 32]};
-      const uint2 b = *(const uint2 *)(x + c * 64 + 4 * lane);
-      dot_group<1>(codes, s + c / 2 * 32, &b, acc);
+    for (int i = 0; i < GROUPS; i++) {
+      const uint2 b = *(const uint2 *)(x + i * 128 + 4 * lane);
+      dot_group_at<1>(tile + (warp * GROUPS + i) * GROUP_BYTES, &b, acc);
     }
     fold_columns<1>(acc);
     acc[0] *= FP4_UNIT;
@@ -148,14 +142,14 @@ __device__ __forceinline__ void stream_tiles(const SingleArgs &a, const uint4 *w
     u8 *to = memory + i % STAGES * tile_bytes(KIND, K);
     u64 *barrier = full + i % STAGES;
     barrier_expect(barrier, tile_bytes(KIND, K));
-    bulk_copy(to, (const u8 *)weight + tile * tile_codes(KIND, K), tile_codes(KIND, K), barrier,
+    bulk_copy(to, (const u8 *)weight + tile * tile_bytes(KIND, K), tile_bytes(KIND, K), barrier,
               policy);
-    if (KIND == NVFP4)
-      bulk_copy(to + tile_codes(KIND, K), (const u8 *)a.scales + tile * K, K, barrier, policy);
   };
   if (threadIdx.x == 0)
     for (int i = 0; i < min(STAGES, count); i++) request(i);
   prologue<PRO>(a, xs, scratch, K);
+  // The successor starts, and asks for its weights, when nothing is left to ask for here.
+  if (count <= STAGES && threadIdx.x == 0) pdl_trigger();
 #pragma unroll 1
   for (int i = 0; i < count; i++) {
     barrier_wait(full + i % STAGES, i / STAGES & 1);
@@ -166,6 +160,7 @@ __device__ __forceinline__ void stream_tiles(const SingleArgs &a, const uint4 *w
     if (threadIdx.x == 0) {
       barrier_wait(empty + i % STAGES, i / STAGES & 1);
       request(i + STAGES);
+      if (i + STAGES == count - 1) pdl_trigger();
     }
   }
   __syncthreads();
@@ -225,10 +220,8 @@ SINGLE(single_router, NVFP4, HIDDEN, NORM, SWIGLU, 1)   // shared expert's gate/
 
 struct ExpertArgs {
   const uint4 *weight;
-  const u32 *scales;
   const float *alpha;
   const uint4 *shared_weight;   // down only
-  const u32 *shared_scales;
   const float *shared_alpha;
   const float *logits;          // [LOGITS_LD]
   const float *norm;
@@ -240,7 +233,7 @@ struct ExpertArgs {
 // Gate and up of the chosen experts: block (rank, four tiles).
 #define UP_TILES 4
 extern "C" __global__ void __launch_bounds__(SINGLE_THREADS, 2) single_gate_up(const ExpertArgs a) {
-  constexpr int TILES = WIDTH / 8, CODES = tile_codes(NVFP4, HIDDEN), BYTES = tile_bytes(NVFP4, HIDDEN);
+  constexpr int TILES = WIDTH / 8, BYTES = tile_bytes(NVFP4, HIDDEN);
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(16) u16 xs[HIDDEN];
   __shared__ __align__(8) u64 full[UP_TILES];
@@ -253,7 +246,6 @@ extern "C" __global__ void __launch_bounds__(SINGLE_THREADS, 2) single_gate_up(c
   }
   norm_to_shared(a.x, load_norm(a.norm), a.eps, xs, scratch);  // finished two kernels ago
   pdl_wait();
-  pdl_trigger();
   float alpha[2];
   if (threadIdx.x < 32) {
     int id;
@@ -264,11 +256,10 @@ extern "C" __global__ void __launch_bounds__(SINGLE_THREADS, 2) single_gate_up(c
       const u64 policy = stream_policy();
       for (int i = 0; i < UP_TILES; i++) {
         barrier_expect(full + i, BYTES);
-        bulk_copy(memory + i * BYTES, (const u8 *)a.weight + (tile + i) * CODES, CODES, full + i,
+        bulk_copy(memory + i * BYTES, (const u8 *)a.weight + (tile + i) * BYTES, BYTES, full + i,
                   policy);
-        bulk_copy(memory + i * BYTES + CODES, (const u8 *)a.scales + (tile + i) * HIDDEN, HIDDEN,
-                  full + i, policy);
       }
+      pdl_trigger();
     }
     alpha[0] = a.alpha[(tile + threadIdx.x / 8) * 2];
     alpha[1] = a.alpha[(tile + threadIdx.x / 8) * 2 + 1];
@@ -295,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(SINGLE_THREADS, 2) single_gate_up(c
 // Down of the chosen experts and the shared one, combined into the residual stream.
 // Block: one row tile; warp: one expert. The routing was finished two kernels ago.
 extern "C" __global__ void __launch_bounds__(ROWS_PER_TOKEN * 32) single_down(const ExpertArgs a) {
-  constexpr int CH = WIDTH / 64, TILES = HIDDEN / 16;
+  constexpr int GROUPS = WIDTH / 128, TILES = HIDDEN / 16;
   __shared__ float red[ROWS_PER_TOKEN][16];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, tile = blockIdx.x;
   int id;
@@ -305,23 +296,25 @@ extern "C" __global__ void __launch_bounds__(ROWS_PER_TOKEN * 32) single_down(co
   const bool shared = warp == TOP_K;
   const size_t where = (shared ? 0 : (size_t)__shfl_sync(~0u, id, warp) * TILES) + tile;
   weight = shared ? sigmoid(a.logits[EXPERTS]) : __shfl_sync(~0u, weight, warp);
-  const uint4 *w = (shared ? a.shared_weight : a.weight) + where * CH * 32 + lane;
-  const u32 *sw = (shared ? a.shared_scales : a.scales) + where * (CH / 2) * 32 + lane;
+  const u8 *w = (const u8 *)(shared ? a.shared_weight : a.weight) + where * GROUPS * GROUP_BYTES;
   const float *alpha = (shared ? a.shared_alpha : a.alpha) + where * 2;
-  uint4 q[CH];
-  u32 s[CH / 2];
+  uint4 q[GROUPS][2];
+  u32 s[GROUPS];
 #pragma unroll
-  for (int c = 0; c < CH; c++) q[c] = load_stream(w + c * 32);
-#pragma unroll
-  for (int c = 0; c < CH / 2; c++) s[c] = load_stream(sw + c * 32);
+  for (int i = 0; i < GROUPS; i++) {
+    const uint4 *codes = (const uint4 *)(w + i * GROUP_BYTES) + lane;
+    q[i][0] = load_stream(codes);
+    q[i][1] = load_stream(codes + 32);
+    s[i] = load_stream((const u32 *)(w + i * GROUP_BYTES + GROUP_CODES) + lane);
+  }
   const float scale[2] = {alpha[0] * weight / H_SCALE, alpha[1] * weight / H_SCALE};
   pdl_wait();
   pdl_trigger();
   float acc[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-  for (int c = 0; c < CH; c += 2) {
-    const uint2 b = *(const uint2 *)(a.h + warp * WIDTH + c * 64 + 4 * lane);
-    dot_group<1>(q + c, s + c / 2, &b, acc);
+  for (int i = 0; i < GROUPS; i++) {
+    const uint2 b = *(const uint2 *)(a.h + warp * WIDTH + i * 128 + 4 * lane);
+    dot_group<1>(q[i], s + i, &b, acc);
   }
   fold_columns<1>(acc);
   if ((lane & 3) == 0) {
@@ -337,23 +330,27 @@ extern "C" __global__ void __launch_bounds__(ROWS_PER_TOKEN * 32) single_down(co
   }
 }
 
-// Logits of one token: a warp owns a tile, its slices come through the warp's own queue.
+// Logits of one token: a warp owns a tile, 512 columns a stage through the warp's own queue.
 #define HEAD_STAGES 2
+#define HEAD_BYTES (4 * GROUP_BYTES)
 extern "C" __global__ void __launch_bounds__(SINGLE_THREADS, 2) single_head(const SingleArgs a) {
-  constexpr int PIECES = HIDDEN / SLICE_K;
+  constexpr int PIECES = HIDDEN / 512;
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(16) u16 xs[HIDDEN];
   __shared__ __align__(8) u64 barriers[WARPS][HEAD_STAGES];
   __shared__ float scratch[WARPS];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first = blockIdx.x * WARPS + warp;
   const int stride = gridDim.x * WARPS;
-  const int slices = (a.tiles - first + stride - 1) / stride * PIECES;
-  SliceQueue<HEAD_STAGES> queue = {memory + warp * HEAD_STAGES * SLICE_BYTES, barriers[warp],
-                                   stream_policy(), 0};
-  const auto request = [&](int s) {
-    if (s < slices)
-      queue.request(s, a.weight, a.scales,
-                    (first + (size_t)(s / PIECES) * stride) * PIECES + s % PIECES);
+  const int pieces = (a.tiles - first + stride - 1) / stride * PIECES;
+  const u64 policy = stream_policy();
+  u8 *mine = memory + warp * HEAD_STAGES * HEAD_BYTES;
+  const auto request = [&](int p) {
+    if (p >= pieces) return;
+    const size_t index = (first + (size_t)(p / PIECES) * stride) * PIECES + p % PIECES;
+    u64 *barrier = barriers[warp] + p % HEAD_STAGES;
+    barrier_expect(barrier, HEAD_BYTES);
+    bulk_copy(mine + p % HEAD_STAGES * HEAD_BYTES, (const u8 *)a.weight + index * HEAD_BYTES,
+              HEAD_BYTES, barrier, policy);
   };
   if (lane == 0) {
     for (int s = 0; s < HEAD_STAGES; s++) barrier_init(barriers[warp] + s, 1);
@@ -364,20 +361,24 @@ extern "C" __global__ void __launch_bounds__(SINGLE_THREADS, 2) single_head(cons
   pdl_wait();
   pdl_trigger();
   norm_to_shared(a.x, norm, a.eps, xs, scratch);
-  for (int tile = first; tile < a.tiles; tile += stride) {
-    const float top = a.alpha[tile * 2] * FP4_UNIT, bottom = a.alpha[tile * 2 + 1] * FP4_UNIT;
-    float acc[4] = {0.f, 0.f, 0.f, 0.f};
+  float acc[4], top = 0.f, bottom = 0.f;
 #pragma unroll 1
-    for (int piece = 0; piece < PIECES; piece++) {
-      uint2 b[SLICE_K / 128][1];
-#pragma unroll
-      for (int i = 0; i < SLICE_K / 128; i++)
-        b[i][0] = *(const uint2 *)(xs + piece * SLICE_K + i * 128 + 4 * lane);
-      dot_slice<1>(queue.wait(), b, acc);
-      __syncwarp();
-      if (lane == 0) request(queue.taken + HEAD_STAGES);
-      queue.taken++;
+  for (int p = 0; p < pieces; p++) {
+    const int tile = first + p / PIECES * stride, stage = p % HEAD_STAGES;
+    if (p % PIECES == 0) {
+      acc[0] = acc[1] = acc[2] = acc[3] = 0.f;
+      top = a.alpha[tile * 2] * FP4_UNIT;
+      bottom = a.alpha[tile * 2 + 1] * FP4_UNIT;
     }
+    barrier_wait(barriers[warp] + stage, p / HEAD_STAGES & 1);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint2 b = *(const uint2 *)(xs + p % PIECES * 512 + i * 128 + 4 * lane);
+      dot_group_at<1>(mine + stage * HEAD_BYTES + i * GROUP_BYTES, &b, acc);
+    }
+    __syncwarp();
+    if (lane == 0) request(p + HEAD_STAGES);
+    if (p % PIECES < PIECES - 1) continue;
     fold_columns<1>(acc);
     if ((lane & 3) == 0) {
       a.y[tile * 16 + (lane >> 2)] = acc[0] * top;
