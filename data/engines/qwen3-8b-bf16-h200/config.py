@@ -27,7 +27,12 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
-        """Reads config.json (and generation_config.json for the ids that end a text); ValueError names a bad field."""
+        """Reads config.json, and the end ids from generation_config.json where it has them.
+
+        ValueError names a field that is missing or not supported.
+        """
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"checkpoint: {folder} has no config.json")
         config = json.loads((folder / "config.json").read_text())
         _refuse_other_models(config)
         generation = folder / "generation_config.json"
@@ -54,18 +59,31 @@ class ModelConfig:
         for name, granule in GRANULES.items():
             value = getattr(self, name)
             if value % granule or (name == "head_dim" and value != granule):
-                raise ValueError(f"config.json: {name} {value} must be a multiple of {granule} for the GPU kernels")
+                raise ValueError(
+                    f"config.json: {name} {value} must be a multiple of {granule} for the GPU kernels"
+                )
         if self.num_attention_heads > 8 * self.num_key_value_heads:
-            raise ValueError("config.json: num_attention_heads may be at most 8 times num_key_value_heads")
+            raise ValueError(
+                "config.json: num_attention_heads may be at most 8 times num_key_value_heads"
+            )
 
 
 def _refuse_other_models(config: dict) -> None:
-    expected = {"model_type": "qwen3", "hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
+    expected = {
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "use_sliding_window": False,
+    }
     for name, value in expected.items():
         if config.get(name, value) != value:
-            raise ValueError(f"config.json: {name} is {config[name]!r}, this engine holds {value!r}")
+            raise ValueError(
+                f"config.json: {name} is {config[name]!r}, this engine holds {value!r}"
+            )
     if config["num_attention_heads"] % config["num_key_value_heads"]:
-        raise ValueError("config.json: num_attention_heads must be a multiple of num_key_value_heads")
+        raise ValueError(
+            "config.json: num_attention_heads must be a multiple of num_key_value_heads"
+        )
     if config["hidden_size"] % 32:
         raise ValueError("config.json: hidden_size must be a multiple of 32")
 

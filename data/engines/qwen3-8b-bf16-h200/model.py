@@ -24,7 +24,10 @@ class KVCache:
 
 def empty_cache(c: ModelConfig, pages: int, device: str, dtype: torch.dtype) -> KVCache:
     shape = (c.num_hidden_layers, pages, c.num_key_value_heads, PAGE, c.head_dim)
-    return KVCache(torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype))
+    return KVCache(
+        torch.zeros(shape, device=device, dtype=dtype),
+        torch.zeros(shape, device=device, dtype=dtype),
+    )
 
 
 class Model:
@@ -38,7 +41,9 @@ class Model:
         norms = [layer.input_norm for layer in weights.layers[1:]] + [weights.norm]
         self._layers = list(zip(weights.layers, norms, cache.keys, cache.values, strict=True))
 
-    def decode(self, tokens: torch.Tensor, positions: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
+    def decode(
+        self, tokens: torch.Tensor, positions: torch.Tensor, block_table: torch.Tensor
+    ) -> torch.Tensor:
         """Logits [M, V] after one more token per row: tokens [M] int64, positions [M] int32, block_table [M, pages]."""
         ops, eps = self.operators, self.config.rms_norm_eps
         row = ops.weigh_rows(self.weights.embedding, tokens, self.weights.layers[0].input_norm)
@@ -46,7 +51,15 @@ class Model:
             residual, x, squares = row
             qkv = ops.qkv_product(x, squares, layer.qkv, eps)
             heads = ops.decode_attention(
-                qkv, layer.q_norm, layer.k_norm, self.rope, keys, values, block_table, positions, eps
+                qkv,
+                layer.q_norm,
+                layer.k_norm,
+                self.rope,
+                keys,
+                values,
+                block_table,
+                positions,
+                eps,
             )
             row = self._finish_layer(heads, residual, layer, next_norm)
         return ops.head_product(*row[1:], self.weights.head, eps)
@@ -60,7 +73,11 @@ class Model:
         return ops.down_product(hidden, layer.down, residual, next_norm)
 
     def prefill(
-        self, tokens: torch.Tensor, block_table: torch.Tensor, start: torch.Tensor, count: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        block_table: torch.Tensor,
+        start: torch.Tensor,
+        count: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs a chunk [T] at positions start.. through all layers but the last one's second half.
 
@@ -74,16 +91,29 @@ class Model:
             residual, x = ops.add_norm(residual, delta, layer.input_norm, eps)
             qkv = F.linear(x, layer.qkv)
             query = ops.rotate_and_store(
-                qkv, layer.q_norm, layer.k_norm, self.rope, keys, values, block_table, start, count, eps
+                qkv,
+                layer.q_norm,
+                layer.k_norm,
+                self.rope,
+                keys,
+                values,
+                block_table,
+                start,
+                count,
+                eps,
             )
             heads = ops.prefill_attention(query, keys, values, block_table, start, count)
             if index + 1 == len(self._layers):
                 return heads, residual
-            residual, x = ops.add_norm(residual, F.linear(heads, layer.output), layer.post_norm, eps)
+            residual, x = ops.add_norm(
+                residual, F.linear(heads, layer.output), layer.post_norm, eps
+            )
             delta = F.linear(ops.silu_multiply(F.linear(x, layer.gate_up)), layer.down)
         raise AssertionError("a model has at least one layer")
 
-    def logits(self, heads: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def logits(
+        self, heads: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
         """Logits [n, V] of at most 32 rows (int64 [n]) of what `prefill` returned."""
         layer, norm = self._layers[-1][:2]
         _, x, squares = self._finish_layer(heads[rows], residual[rows], layer, norm)

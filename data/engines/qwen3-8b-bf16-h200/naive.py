@@ -1,17 +1,19 @@
 """Each operator of the engine in plain torch, for any float dtype: the specification, and what runs without a GPU.
 
 Shapes: T or M tokens (rows), H hidden size, N outputs, D head dimension, V vocabulary. A "weighted" row is
-residual * norm_weight, not yet divided by the row's root mean square; `squares` [M, H / 8] holds the sums of
-residual^2 over 8 columns each, so that whoever multiplies the row can scale its result instead.
+residual * norm_weight, not yet divided by the row's root mean square; `squares` [M, H / 32] holds the sums of
+residual^2 over 32 columns each, so that whoever multiplies the row can scale its result instead.
 """
 
 import torch
 import torch.nn.functional as F
 
-SLOT = 8
+SLOT = 32
 
 
-def _weighted(residual: torch.Tensor, norm_weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _weighted(
+    residual: torch.Tensor, norm_weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     squares = residual.square().unflatten(1, (-1, SLOT)).sum(-1)
     return residual, (residual * norm_weight).to(norm_weight.dtype), squares
 
@@ -37,12 +39,16 @@ def weigh_rows(
     return _weighted(source[rows].to(_sum_dtype(source.dtype)), norm_weight)
 
 
-def scaled_product(x: torch.Tensor, squares: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def scaled_product(
+    x: torch.Tensor, squares: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
     """rmsnorm(residual) @ weight.T [M, N] in float32 or wider, from the weighted rows x [M, H]; weight [N, H]."""
     return _multiply(x, weight) * _row_scale(squares, x.shape[1], eps)
 
 
-def gate_up_product(x: torch.Tensor, squares: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def gate_up_product(
+    x: torch.Tensor, squares: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
     """silu(gate) * up [M, I] of the normed rows; weight [2 I, H] holds gate's rows, then up's."""
     return silu_multiply(scaled_product(x, squares, weight, eps)).to(x.dtype)
 
@@ -58,7 +64,9 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-def _rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
+def _rotate(
+    x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], positions: torch.Tensor
+) -> torch.Tensor:
     """Rotary embedding by halves of x [T, heads, D]; rope = cosines, sines [positions, D / 2]."""
     cos, sin = (table[positions][:, None].to(x.dtype) for table in rope)
     a, b = x.chunk(2, -1)
@@ -71,10 +79,16 @@ def _split_heads(
     """Normed and rotated queries, keys, and values, [T, heads, D] each."""
     heads = qkv.to(_sum_dtype(qkv.dtype)).unflatten(1, (-1, q_norm.shape[0]))
     q, k, v = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), 1)
-    return _rotate(_norm(q, q_norm, eps), rope, positions), _rotate(_norm(k, k_norm, eps), rope, positions), v
+    return (
+        _rotate(_norm(q, q_norm, eps), rope, positions),
+        _rotate(_norm(k, k_norm, eps), rope, positions),
+        v,
+    )
 
 
-def _store(cache: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, positions: torch.Tensor) -> None:
+def _store(
+    cache: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, positions: torch.Tensor
+) -> None:
     cache[pages.long(), :, positions.long() % cache.shape[2]] = values.to(cache.dtype)
 
 
@@ -90,7 +104,9 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int) -> to
     scores = torch.einsum("thd,hsd->hts", q, k) * q.shape[-1] ** -0.5
     at = torch.arange(first, first + q.shape[0], device=q.device)
     unseen = torch.arange(k.shape[1], device=q.device) > at[:, None]
-    return torch.einsum("hts,hsd->thd", scores.masked_fill(unseen, float("-inf")).softmax(-1), v).flatten(1)
+    return torch.einsum(
+        "hts,hsd->thd", scores.masked_fill(unseen, float("-inf")).softmax(-1), v
+    ).flatten(1)
 
 
 def decode_attention(

@@ -59,10 +59,14 @@ class _Draw:
         return self.normal(rows, width // naive.SLOT, wide=True).abs() + naive.SLOT
 
 
-def rope_tables(config: ModelConfig, length: int, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_tables(
+    config: ModelConfig, length: int, device: str, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines [length, head_dim / 2] of position * theta^(-2 i / head_dim)."""
     i = torch.arange(0, config.head_dim, 2, dtype=torch.float64)
-    angles = torch.arange(length, dtype=torch.float64)[:, None] * config.rope_theta ** (-i / config.head_dim)
+    angles = torch.arange(length, dtype=torch.float64)[:, None] * config.rope_theta ** (
+        -i / config.head_dim
+    )
     dtype = torch.promote_types(dtype, torch.float32)
     return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
@@ -70,14 +74,23 @@ def rope_tables(config: ModelConfig, length: int, device: str, dtype: torch.dtyp
 def _weigh_inputs(c: ModelConfig, rows: int, context: int, *draw) -> dict[str, Any]:
     d = _Draw(*draw)
     source = d.normal(1000, c.hidden_size)
-    return {"source": source, "rows": d.integers(1000, rows, dtype=torch.int64), "norm_weight": d.norm_weight(c.hidden_size)}
+    return {
+        "source": source,
+        "rows": d.integers(1000, rows, dtype=torch.int64),
+        "norm_weight": d.norm_weight(c.hidden_size),
+    }
 
 
 def _product_inputs(outputs: Callable[[ModelConfig], int]):
     def inputs(c: ModelConfig, rows: int, context: int, *draw) -> dict[str, Any]:
         d, h = _Draw(*draw), c.hidden_size
         weight = d.normal(outputs(c), h, scale=h**-0.5)
-        return {"x": d.normal(rows, h), "squares": d.squares(rows, h), "weight": weight, "eps": c.rms_norm_eps}
+        return {
+            "x": d.normal(rows, h),
+            "squares": d.squares(rows, h),
+            "weight": weight,
+            "eps": c.rms_norm_eps,
+        }
 
     return inputs
 
@@ -110,10 +123,19 @@ def _decode_attention_inputs(c: ModelConfig, rows: int, context: int, *draw) -> 
     positions = (context - d.integers(max(1, context // 2), rows)).clamp(min=0).int()
     positions[0] = context
     tensors = _heads_inputs(c, d, context + 1) | _cache_inputs(c, d, rows, context + 1)
-    for row, position in enumerate(positions.tolist()):  # what lies beyond the last token is never read
+    for row, position in enumerate(
+        positions.tolist()
+    ):  # what lies beyond the last token is never read
         for cache in ("k_cache", "v_cache"):
-            tensors[cache][tensors["block_table"][row, position // PAGE].long(), :, position % PAGE :] = float("nan")
-    return {"qkv": d.normal(rows, c.qkv_size, wide=True), **tensors, "positions": positions, "eps": c.rms_norm_eps}
+            tensors[cache][
+                tensors["block_table"][row, position // PAGE].long(), :, position % PAGE :
+            ] = float("nan")
+    return {
+        "qkv": d.normal(rows, c.qkv_size, wide=True),
+        **tensors,
+        "positions": positions,
+        "eps": c.rms_norm_eps,
+    }
 
 
 def _store_inputs(c: ModelConfig, rows: int, context: int, *draw) -> dict[str, Any]:
@@ -127,7 +149,9 @@ def _store_inputs(c: ModelConfig, rows: int, context: int, *draw) -> dict[str, A
 def _prefill_attention_inputs(c: ModelConfig, rows: int, context: int, *draw) -> dict[str, Any]:
     tensors = _store_inputs(c, rows, context, *draw)
     query = tensors["qkv"][:, : c.num_attention_heads * c.head_dim].contiguous()
-    return {"query": query} | {n: tensors[n] for n in ("k_cache", "v_cache", "block_table", "start", "count")}
+    return {"query": query} | {
+        n: tensors[n] for n in ("k_cache", "v_cache", "block_table", "start", "count")
+    }
 
 
 def _add_norm_inputs(c: ModelConfig, rows: int, context: int, *draw) -> dict[str, Any]:
@@ -150,10 +174,17 @@ CACHES = ("k_cache", "v_cache")
 OPERATORS: dict[str, Operator] = {
     "weigh_rows": Operator(naive.weigh_rows, _kernel("weigh_rows"), _weigh_inputs, "decode"),
     "qkv_product": Operator(
-        naive.scaled_product, _kernel("scaled_product"), _product_inputs(lambda c: c.qkv_size), "decode"
+        naive.scaled_product,
+        _kernel("scaled_product"),
+        _product_inputs(lambda c: c.qkv_size),
+        "decode",
     ),
     "decode_attention": Operator(
-        naive.decode_attention, _kernel("decode_attention"), _decode_attention_inputs, "decode", CACHES
+        naive.decode_attention,
+        _kernel("decode_attention"),
+        _decode_attention_inputs,
+        "decode",
+        CACHES,
     ),
     "output_product": Operator(
         naive.residual_product,
@@ -174,7 +205,10 @@ OPERATORS: dict[str, Operator] = {
         "decode",
     ),
     "head_product": Operator(
-        naive.scaled_product, _kernel("scaled_product"), _product_inputs(lambda c: c.vocab_size), "decode"
+        naive.scaled_product,
+        _kernel("scaled_product"),
+        _product_inputs(lambda c: c.vocab_size),
+        "decode",
     ),
     "greedy": Operator(naive.greedy, _kernel("greedy"), _greedy_inputs, "decode"),
     "add_norm": Operator(naive.add_norm, _kernel("add_norm"), _add_norm_inputs, "prefill"),
@@ -184,11 +218,15 @@ OPERATORS: dict[str, Operator] = {
     "prefill_attention": Operator(
         naive.prefill_attention, _kernel("prefill_attention"), _prefill_attention_inputs, "prefill"
     ),
-    "silu_multiply": Operator(naive.silu_multiply, _kernel("silu_multiply"), _silu_inputs, "prefill"),
+    "silu_multiply": Operator(
+        naive.silu_multiply, _kernel("silu_multiply"), _silu_inputs, "prefill"
+    ),
 }
 
 
 def bind(device: str) -> SimpleNamespace:
     """The kernels on a GPU, the naive forms elsewhere."""
     form = "kernel" if torch.device(device).type == "cuda" else "naive"
-    return SimpleNamespace(**{name: getattr(operator, form) for name, operator in OPERATORS.items()})
+    return SimpleNamespace(
+        **{name: getattr(operator, form) for name, operator in OPERATORS.items()}
+    )

@@ -30,7 +30,9 @@ class SamplingParams:
         known = {f.name for f in fields(cls)}
         for name in params:
             if name not in known:
-                raise ValueError(f"params: {name} is not known; known are {', '.join(sorted(known))}")
+                raise ValueError(
+                    f"params: {name} is not known; known are {', '.join(sorted(known))}"
+                )
         values = {name: _checked(name, value, vocab_size) for name, value in params.items()}
         parsed = cls(**values)
         if parsed.min_tokens > parsed.max_new_tokens:

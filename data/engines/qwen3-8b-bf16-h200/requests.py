@@ -8,10 +8,10 @@ from .params import SamplingParams
 
 @dataclass
 class Request:
-    """`num_computed` counts the tokens whose keys and values are in the cache or on their way there.
+    """`num_computed` counts the tokens whose keys and values are in the cache or on their way.
 
-    Launches run one step ahead of what the host has read, so `num_launched` output tokens may exist of which only the
-    ones in `tokens` are known here.
+    Launches run one step ahead of what the host has read: of the `num_launched` output tokens only
+    those in `tokens` are known here.
     """
 
     id: int
@@ -21,6 +21,7 @@ class Request:
     stop_ids: frozenset[int]  # end the answer
     limit: int  # most output tokens
     generator: random.Random
+    num_prefill: int = 0  # tokens to compute before the next one can be sampled
     num_computed: int = 0
     num_launched: int = 0
     slot: int | None = None
@@ -36,14 +37,9 @@ class Request:
     def decoding(self) -> bool:
         return self.num_computed >= self.num_prefill
 
-    @property
-    def num_prefill(self) -> int:
-        """Tokens that must be computed before the next one can be sampled: known when it was admitted."""
-        return self._num_prefill
-
     def start(self, slot: int, pages: list[int], num_cached: int) -> None:
         self.slot, self.pages, self.num_computed = slot, pages, num_cached
-        self._num_prefill, self.num_launched = len(self.tokens), self.num_output
+        self.num_prefill, self.num_launched = len(self.tokens), self.num_output
 
     def stop(self) -> None:
         """Out of the batch, to start again later from its tokens."""

@@ -1,6 +1,6 @@
 """From logits to tokens where the arg max is not enough: penalties, bias, filters, draws. Plain torch on every device.
 
-State per slot is dense in the vocabulary, allocated once: nothing is allocated by the length of an answer.
+State per slot is dense in the vocabulary and allocated once.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,16 +24,20 @@ class Sampler:
             return torch.zeros(shape, device=device, dtype=dtype)
 
         self.greedy = greedy
+        self.used: set[int] = set()  # slots whose state is not all zero
         self.bias = zeros(slots, vocab_size)
         self.counts = zeros(slots, vocab_size, dtype=torch.int32)  # of output tokens
         self.in_prompt = zeros(slots, vocab_size, dtype=torch.bool)
         self.stops = zeros(slots, vocab_size, dtype=torch.bool)  # hidden before min_tokens
 
     def start(self, request: Request) -> None:
-        """Takes over the state of a request that enters a slot."""
+        """Takes over what a request that enters a slot asks for."""
         slot, device = request.slot, self.bias.device
-        for table in (self.bias, self.counts, self.in_prompt, self.stops):
-            table[slot].zero_()
+        if slot in self.used:
+            self._clear(slot)
+        if not request.needs_sampler():
+            return
+        self.used.add(slot)
         prompt, output = request.tokens[: request.prompt_len], request.tokens[request.prompt_len :]
         self.in_prompt[slot, torch.tensor(prompt, device=device)] = True
         if output:
@@ -44,13 +48,21 @@ class Sampler:
         if request.stop_ids:
             self.stops[slot, torch.tensor(sorted(request.stop_ids), device=device)] = True
 
+    def _clear(self, slot: int) -> None:
+        for table in (self.bias, self.counts, self.in_prompt, self.stops):
+            table[slot].zero_()
+        self.used.discard(slot)
+
     def move(self, source: int, target: int) -> None:
+        if not {source, target} & self.used:
+            return
         for table in (self.bias, self.counts, self.in_prompt, self.stops):
             table[target] = table[source]
+        self.used.add(target)
 
     def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> tuple[torch.Tensor, ...]:
-        """Tokens [M], their log-probabilities [M], and the most likely ids and log-probabilities [M, 20] of the model's
-        own distribution; logits [M, V] float32, one row per request."""
+        """Tokens [M] with log-probabilities [M], and the most likely ids and log-probabilities
+        [M, 20], all of the model's own distribution; logits [M, V] float32, a row per request."""
         slots = torch.tensor([request.slot for request in requests], device=logits.device)
         own = logits.log_softmax(-1)
         adjusted = self._adjusted(logits, slots, requests)
@@ -59,6 +71,7 @@ class Sampler:
         if drawn:
             tokens[drawn] = _draw(adjusted[drawn], [requests[row] for row in drawn])
         self.counts[slots, tokens] += 1
+        self.used.update(request.slot for request in requests)
         top, ids = own.sort(dim=-1, descending=True, stable=True)
         return tokens, own.gather(1, tokens[:, None])[:, 0], ids[:, :MAX_TOP], top[:, :MAX_TOP]
 
@@ -88,7 +101,9 @@ def _draw(logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
 
     params = [request.params for request in requests]
     x, ids = logits.sort(dim=-1, descending=True, stable=True)
-    x = (x - x[:, :1]) / column([p.temperature for p in params])  # float64: a tiny temperature cannot overflow
+    x = (x - x[:, :1]) / column(
+        [p.temperature for p in params]
+    )  # float64: tiny ones do not overflow
     rank = torch.arange(x.shape[1], device=x.device)
     top_k = column([p.top_k or x.shape[1] for p in params])
     p = x.masked_fill(rank >= top_k, float("-inf")).softmax(-1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from .config import ModelConfig
 
@@ -41,11 +41,22 @@ def empty_weights(c: ModelConfig, device: str, dtype: torch.dtype) -> Weights:
 
     h, i, d, heads = c.hidden_size, c.intermediate_size, c.head_dim, c.num_attention_heads
     layers = [
-        Layer(new(h), new(c.qkv_size, h), new(d), new(d), new(h, heads * d), new(h), new(2 * i, h), new(h, i))
+        Layer(
+            new(h),
+            new(c.qkv_size, h),
+            new(d),
+            new(d),
+            new(h, heads * d),
+            new(h),
+            new(2 * i, h),
+            new(h, i),
+        )
         for _ in range(c.num_hidden_layers)
     ]
     embedding = new(c.vocab_size, h)
-    return Weights(embedding, layers, new(h), embedding if c.tie_word_embeddings else new(c.vocab_size, h))
+    return Weights(
+        embedding, layers, new(h), embedding if c.tie_word_embeddings else new(c.vocab_size, h)
+    )
 
 
 def load_weights(folder: Path, c: ModelConfig, device: str, dtype: torch.dtype) -> Weights:
@@ -61,7 +72,9 @@ def load_weights(folder: Path, c: ModelConfig, device: str, dtype: torch.dtype) 
         if name.endswith(UNUSED) or (c.tie_word_embeddings and name == "lm_head.weight"):
             continue
         if name not in targets:
-            raise ValueError(f"{folder}: tensor {name} is left over, this model has no place for it")
+            raise ValueError(
+                f"{folder}: tensor {name} is left over, this model has no place for it"
+            )
         if name in seen:
             raise ValueError(f"{folder}: tensor {name} is there twice")
         _copy(name, tensor, targets[name], allowed)
@@ -74,21 +87,32 @@ def load_weights(folder: Path, c: ModelConfig, device: str, dtype: torch.dtype) 
 
 def _copy(name: str, tensor: torch.Tensor, target: torch.Tensor, allowed: set[torch.dtype]) -> None:
     if tuple(tensor.shape) != tuple(target.shape):
-        raise ValueError(f"tensor {name} has shape {list(tensor.shape)}, expected {list(target.shape)}")
+        raise ValueError(
+            f"tensor {name} has shape {list(tensor.shape)}, expected {list(target.shape)}"
+        )
     if tensor.dtype not in allowed:
-        raise ValueError(f"tensor {name} is {tensor.dtype}, expected {' or '.join(sorted(map(str, allowed)))}")
+        raise ValueError(
+            f"tensor {name} is {tensor.dtype}, expected {' or '.join(sorted(map(str, allowed)))}"
+        )
     target.copy_(tensor)
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     index = folder / "model.safetensors.index.json"
-    shards = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    shards = (
+        sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if index.exists()
+        else ["model.safetensors"]
+    )
     for shard in shards:
         if not (folder / shard).exists():
             raise ValueError(f"{folder / shard} does not exist")
-        with safe_open(folder / shard, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (a safetensors file is no dict)
-                yield name, file.get_tensor(name)
+        try:
+            with safe_open(folder / shard, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (a safetensors file is no dict)
+                    yield name, file.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{folder / shard}: {error}") from None
 
 
 def _targets(weights: Weights, c: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:

@@ -41,5 +41,15 @@ def decode_attention(
     scale_log2 = dim**-0.5 * math.log2(math.e)
     tables = (*rope, k_cache, v_cache, block_table, positions)
     kernel = _kernel(heads, kv_heads, splits)
-    kernel((splits, kv_heads, rows), qkv, q_norm, k_norm, *tables, out, block_table.stride(0), eps, scale_log2)
+    kernel(
+        (splits, kv_heads, rows),
+        qkv,
+        q_norm,
+        k_norm,
+        *tables,
+        out,
+        block_table.stride(0),
+        eps,
+        scale_log2,
+    )
     return out

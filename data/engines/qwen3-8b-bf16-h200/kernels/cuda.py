@@ -34,10 +34,15 @@ class _Config(ctypes.Structure):
 
 @functools.cache
 def _nvrtc() -> ctypes.CDLL:
-    folders = {os.path.dirname(os.path.dirname(torch.__file__)) + "/nvidia/*/lib", "/usr/local/cuda/lib64"}
+    folders = {
+        os.path.dirname(os.path.dirname(torch.__file__)) + "/nvidia/*/lib",
+        "/usr/local/cuda/lib64",
+    }
     found = sorted(path for folder in folders for path in glob.glob(f"{folder}/libnvrtc.so.*"))
     if not found:
-        raise OSError("libnvrtc.so not found beside torch nor in /usr/local/cuda: install nvidia-cuda-nvrtc")
+        raise OSError(
+            "libnvrtc.so not found beside torch nor in /usr/local/cuda: install nvidia-cuda-nvrtc"
+        )
     return ctypes.CDLL(found[0])
 
 
@@ -57,11 +62,18 @@ def compile_cubin(source: str, defines: dict[str, int], arch: str) -> bytes:
     flags = [f"-arch={arch}", "-std=c++17"]
     flags += [f"-D{name}={value}" for name, value in defines.items()]
     lib, program = _nvrtc(), ctypes.c_void_p()
-    _check(lib.nvrtcCreateProgram(ctypes.byref(program), text.encode(), source.encode(), 0, None, None), source)
+    _check(
+        lib.nvrtcCreateProgram(
+            ctypes.byref(program), text.encode(), source.encode(), 0, None, None
+        ),
+        source,
+    )
     options = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
     code = lib.nvrtcCompileProgram(program, len(flags), options)
     if code:
-        raise RuntimeError(f"{source} {defines}: {_text(lib.nvrtcGetProgramLogSize, lib.nvrtcGetProgramLog, program)}")
+        raise RuntimeError(
+            f"{source} {defines}: {_text(lib.nvrtcGetProgramLogSize, lib.nvrtcGetProgramLog, program)}"
+        )
     cubin = _bytes(lib.nvrtcGetCUBINSize, lib.nvrtcGetCUBIN, program)
     lib.nvrtcDestroyProgram(ctypes.byref(program))
     return cubin
@@ -82,22 +94,45 @@ def _text(size_of, get, program) -> str:
 class CudaKernel:
     """One compiled kernel: `kernel(grid, *arguments)`; tensors pass as pointers, int and float as 32 bits."""
 
-    def __init__(self, source: str, name: str, defines: dict[str, int], threads: int, shared_bytes: int, cluster: int):
+    def __init__(
+        self,
+        source: str,
+        name: str,
+        defines: dict[str, int],
+        threads: int,
+        shared_bytes: int,
+        cluster: int,
+    ):
         major, minor = torch.cuda.get_device_capability()
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         cubin = compile_cubin(source, defines, f"sm_{major}{minor}a")
         torch.cuda.current_stream().synchronize()  # makes torch's context current
         _check(_driver().cuModuleLoadData(ctypes.byref(self._module), cubin), f"loading {source}")
-        _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()), name)
+        _check(
+            _driver().cuModuleGetFunction(
+                ctypes.byref(self._function), self._module, name.encode()
+            ),
+            name,
+        )
         for attribute, value in ((MAX_DYNAMIC_SHARED, shared_bytes), (SHARED_CARVEOUT, 100)):
-            _check(_driver().cuFuncSetAttribute(self._function, attribute, value), f"{name}: {shared_bytes} bytes")
-        self._name, self._threads, self._shared, self._cluster = name, threads, shared_bytes, cluster
+            _check(
+                _driver().cuFuncSetAttribute(self._function, attribute, value),
+                f"{name}: {shared_bytes} bytes",
+            )
+        self._name, self._threads, self._shared, self._cluster = (
+            name,
+            threads,
+            shared_bytes,
+            cluster,
+        )
         self._attributes = (_Attribute * 2)()
         self._attributes[0].id, self._attributes[0].value[0] = PROGRAMMATIC_SERIALIZATION, 1
         self._attributes[1].id = CLUSTER_DIMENSION
         self._attributes[1].value[0:3] = [cluster, 1, 1]
 
-    def __call__(self, grid: tuple[int, int, int], *arguments: torch.Tensor | int | float | None) -> None:
+    def __call__(
+        self, grid: tuple[int, int, int], *arguments: torch.Tensor | int | float | None
+    ) -> None:
         values = [_as_c(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         config = _Config(
@@ -108,7 +143,10 @@ class CudaKernel:
             self._attributes,
             2 if self._cluster > 1 else 1,
         )
-        _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None), self._name)
+        _check(
+            _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None),
+            self._name,
+        )
 
 
 def _as_c(value: torch.Tensor | int | float | None):

@@ -34,7 +34,10 @@ def _store_kernel(
         b *= scale * tl.load(weight + HALF + d).to(tl.float32)[None, :]
         c = tl.load(cosine + position[:, None] * HALF + d[None, :])
         s = tl.load(sine + position[:, None] * HALF + d[None, :])
-        low, high = (a * c - b * s).to(query.dtype.element_ty), (b * c + a * s).to(query.dtype.element_ty)
+        low, high = (
+            (a * c - b * s).to(query.dtype.element_ty),
+            (b * c + a * s).to(query.dtype.element_ty),
+        )
         if head < HEADS:
             out = query + (i.to(tl.int64) * HEADS + head)[:, None] * D + d[None, :]
             tl.store(out, low)
@@ -113,10 +116,38 @@ def _attention_kernel(
         full = (start + block * BLOCK + 1) // PAGE
         pages = (start + tl.minimum(block * BLOCK + BLOCK, count) - 1) // PAGE + 1
         total, top, acc = _attend_pages(
-            q, total, top, acc, k_cache + kv, v_cache + kv, table, row, 0, full, scale_log2, STRIDE, PAGE, D, False
+            q,
+            total,
+            top,
+            acc,
+            k_cache + kv,
+            v_cache + kv,
+            table,
+            row,
+            0,
+            full,
+            scale_log2,
+            STRIDE,
+            PAGE,
+            D,
+            False,
         )
         total, top, acc = _attend_pages(
-            q, total, top, acc, k_cache + kv, v_cache + kv, table, row, full, pages, scale_log2, STRIDE, PAGE, D, True
+            q,
+            total,
+            top,
+            acc,
+            k_cache + kv,
+            v_cache + kv,
+            table,
+            row,
+            full,
+            pages,
+            scale_log2,
+            STRIDE,
+            PAGE,
+            D,
+            True,
         )
         tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty))
 

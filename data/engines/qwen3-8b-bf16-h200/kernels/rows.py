@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-SLOT = tl.constexpr(8)
+SLOT = tl.constexpr(32)
 CHUNK = 2048  # logits behind one partial maximum
 
 
@@ -29,14 +29,18 @@ def weigh_rows(
     count, width = rows.shape[0], source.shape[1]
     residual = torch.empty(count, width, dtype=torch.float32, device=source.device)
     weighted = torch.empty_like(residual, dtype=torch.bfloat16)
-    squares = torch.empty(count, width // 8, dtype=torch.float32, device=source.device)
-    slots = triton.next_power_of_2(width // 8)
-    _weigh_kernel[(count,)](source, rows, norm_weight, residual, weighted, squares, width, SLOTS=slots)
+    squares = torch.empty(count, width // 32, dtype=torch.float32, device=source.device)
+    slots = triton.next_power_of_2(width // 32)
+    _weigh_kernel[(count,)](
+        source, rows, norm_weight, residual, weighted, squares, width, SLOTS=slots
+    )
     return residual, weighted, squares
 
 
 @triton.jit
-def _add_norm_kernel(residual, delta, weight, out, width, eps, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr):
+def _add_norm_kernel(
+    residual, delta, weight, out, width, eps, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr
+):
     at = tl.arange(0, BLOCK)
     inside = at < width
     base = tl.program_id(0).to(tl.int64) * width
@@ -57,7 +61,15 @@ def add_norm(
     out = torch.empty_like(residual, dtype=torch.bfloat16)
     block = triton.next_power_of_2(width)
     _add_norm_kernel[(count,)](
-        residual, delta, weight, out, width, eps, HAS_DELTA=delta is not None, BLOCK=block, num_warps=8
+        residual,
+        delta,
+        weight,
+        out,
+        width,
+        eps,
+        HAS_DELTA=delta is not None,
+        BLOCK=block,
+        num_warps=8,
     )
     return residual, out
 
@@ -69,7 +81,9 @@ def _silu_kernel(gate_up, out, width, BLOCK: tl.constexpr):
     inside = at < width
     gate = tl.load(gate_up + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + row * width + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside
+    )
 
 
 def silu_multiply(gate_up: torch.Tensor) -> torch.Tensor:
@@ -102,7 +116,9 @@ def _greedy_kernel(top, top_id, total, tokens, logprobs, width, chunks, BLOCK: t
     ids = tl.load(top_id + row * chunks + at, mask=at < chunks, other=width)
     sums = tl.load(total + row * chunks + at, mask=at < chunks, other=0.0)
     most = tl.max(tops, 0)
-    token = tl.minimum(tl.min(tl.where(tops == most, ids, width), 0), width - 1)  # not a number: any id
+    token = tl.minimum(
+        tl.min(tl.where(tops == most, ids, width), 0), width - 1
+    )  # not a number: any id
     tl.store(tokens + row, token.to(tl.int64))
     tl.store(logprobs + row, -tl.log(tl.sum(sums * tl.exp(tops - most), 0)))
 
@@ -120,6 +136,15 @@ def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     )
     block = triton.next_power_of_2(chunks)
     _greedy_kernel[(rows,)](
-        top, top_id, total, tokens, logprobs, width, chunks, BLOCK=block, num_warps=1, launch_pdl=True
+        top,
+        top_id,
+        total,
+        tokens,
+        logprobs,
+        width,
+        chunks,
+        BLOCK=block,
+        num_warps=1,
+        launch_pdl=True,
     )
     return tokens, logprobs

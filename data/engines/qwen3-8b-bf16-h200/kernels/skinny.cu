@@ -3,14 +3,14 @@
 //
 // A thread block takes PASSES tiles of ROWS rows of w, one after the other; a cluster of CLUSTER
 // blocks shares a tile and splits k. Weights stream through a ring of STAGES shared-memory stages by
-// asynchronous copies. LEAD steps before a block has asked for its last weights the next kernel of
-// the step may start: it fills its own ring while this one drains and hands over its sums, so memory
-// does not idle between kernels. That needs both rings in one multiprocessor: about 110 KB each.
+// asynchronous copies; a ring of 200 KB keeps enough of them in flight that all multiprocessors are
+// served alike. LEAD steps before a block has asked for its last weights the next kernel of the step
+// may start: wherever a block has ended, the next one's fills its ring while others still drain.
 // Tensor cores multiply 16 rows by 8 tokens by 16 k; WR warps split the rows, WK warps the k of a
 // stage. Sums over warps and blocks run in fixed order.
 //
 // Input norm: x holds r * norm_weight in bfloat16, not yet normalised; its row scale 1 / rms(r) is
-// applied to the float32 sums. sumsq_in[m, slot] are the sums of r^2 over 8 columns each.
+// applied to the float32 sums. sumsq_in[m, slot] are the sums of r^2 over 32 columns each.
 //
 // Compile-time: K, TOKENS (a power of two), ROWS, CLUSTER, PASSES, BK, STAGES, WR, WK, LEAD, MODE.
 #define MODE_SCALE 0     // out[m, n] = scale * y, float32
@@ -40,8 +40,8 @@ static_assert(STEPS * BK == KC && KC * CLUSTER == K, "k divides evenly");
 static_assert((BK / 16) % WK == 0 && TILES * 16 * WR == ROWS, "warps divide the tile");
 static_assert(PASSES > 1 || SUM_BYTES <= STAGES * STAGE_BYTES, "sums fit into the ring");
 static_assert(PASSES == 1 || CLUSTER == 1, "blocks of a cluster read each other's sums once");
-static_assert(MODE != MODE_RESIDUAL || (OUT_ROWS % 8 == 0 && THREADS >= QUADS * TOKENS && PASSES == 1),
-              "a thread finishes one quad, two threads one slot of 8 columns");
+static_assert(MODE != MODE_RESIDUAL || (OUT_ROWS == 32 && THREADS >= QUADS * TOKENS && PASSES == 1),
+              "a thread finishes one quad, eight threads one slot of 32 columns");
 
 // Row of w behind row r of the tile; in MODE_SILU each 16 rows are 8 of gate and their 8 of up.
 DEVICE int weight_row(int tile, int r, int n_out) {
@@ -151,10 +151,7 @@ DEVICE void row_scales(float* scale, const float* sumsq, int tokens, float eps, 
   for (int m = warp; m < tokens; m += WARPS) {
     float s = 0.f;
 #pragma unroll
-    for (int slot = lane * 4; slot < K / 8; slot += 128) {
-      float4 v = *(const float4*)&sumsq[m * (K / 8) + slot];
-      s += v.x + v.y + v.z + v.w;
-    }
+    for (int slot = lane; slot < K / 32; slot += 32) s += sumsq[m * (K / 32) + slot];
     s = warp_sum(s);
     if (lane == 0) scale[m] = rsqrtf(s / K + eps);
   }
@@ -208,8 +205,10 @@ struct Residual {
                                      pack_bf16(r.z * to_float(w[2]), r.w * to_float(w[3])));
       squares = r.x * r.x + r.y * r.y + r.z * r.z + r.w * r.w;
     }
-    squares += __shfl_xor_sync(0xffffffffu, squares, 1);
-    if (token < tokens && n % 8 == 0) sumsq[token * (n_out / 8) + n / 8] = squares;
+#pragma unroll
+    for (int offset = 4; offset > 0; offset >>= 1)
+      squares += __shfl_xor_sync(0xffffffffu, squares, offset);
+    if (token < tokens && n % 32 == 0) sumsq[token * (n_out / 32) + n / 32] = squares;
   }
 };
 

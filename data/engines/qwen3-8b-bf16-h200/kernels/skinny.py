@@ -1,4 +1,4 @@
-"""Products of at most 32 tokens with a weight matrix: shapes of skinny.cu for each operator, and launches."""
+"""Products of at most 32 tokens with a weight matrix: shapes of skinny.cu, and launches."""
 
 import functools
 from dataclasses import asdict, dataclass, replace
@@ -8,8 +8,7 @@ import torch
 from .cuda import CudaKernel
 
 SCALE, RESIDUAL, SILU = 0, 1, 2
-GEMV, MIN_BLOCKS = True, 3
-SLOT = 8  # columns behind one sum of squares
+SLOT = 32  # columns behind one sum of squares
 
 
 @dataclass(frozen=True)
@@ -23,33 +22,45 @@ class Shape:
     wk: int
     cluster: int = 1
     passes: int = 1
-    lead: int = 0
+    lead: int = 2
 
 
-# By operator, then by groups of 8 tokens; chosen by measurement (README.md).
+# By operator, then by the most tokens a shape is for; chosen by measurement (README.md).
 SHAPES = {
     "qkv": {
-        1: Shape(48, 256, 4, 3, 4, lead=2),
-        2: Shape(96, 128, 3, 3, 4, cluster=2, lead=2),
-        4: Shape(96, 128, 3, 3, 4, cluster=2, lead=2),
+        4: Shape(48, 512, 4, 3, 4),
+        8: Shape(48, 256, 6, 3, 4),
+        16: Shape(96, 128, 4, 3, 4, cluster=2),
+        32: Shape(48, 256, 3, 3, 4),
     },
     "gate_up": {
-        1: Shape(32, 512, 3, 2, 4, passes=6, lead=2),
-        2: Shape(96, 128, 3, 3, 4, lead=2),
-        4: Shape(96, 128, 3, 3, 4, lead=2),
+        4: Shape(32, 512, 6, 2, 4, passes=6),
+        8: Shape(96, 128, 3, 3, 4),
+        16: Shape(96, 128, 3, 3, 4),
+        32: Shape(192, 128, 3, 6, 2),
     },
-    "output": {
-        1: Shape(32, 512, 3, 2, 4, lead=2),
-        2: Shape(64, 128, 4, 2, 4, cluster=2, lead=2),
-        4: Shape(64, 128, 4, 2, 4, cluster=2, lead=2),
+    "residual": {
+        4: Shape(32, 512, 6, 2, 8),
+        8: Shape(32, 512, 5, 2, 4),
+        16: Shape(64, 128, 8, 2, 4, cluster=2),
+        32: Shape(64, 256, 4, 2, 4, cluster=2),
     },
-    "down": {
-        1: Shape(32, 512, 3, 2, 4, lead=2),
-        2: Shape(64, 128, 4, 2, 4, cluster=2, lead=2),
-        4: Shape(64, 128, 4, 2, 4, cluster=2, lead=2),
+    "head": {
+        4: Shape(48, 256, 4, 3, 4),
+        8: Shape(48, 256, 4, 3, 4),
+        16: Shape(48, 256, 3, 3, 4),
+        32: Shape(96, 128, 3, 3, 4),
     },
-    "head": {1: Shape(48, 256, 4, 3, 4), 2: Shape(48, 256, 3, 3, 4), 4: Shape(96, 128, 3, 3, 4)},
 }
+
+
+def _shape(operator: str, tokens: int, k: int) -> Shape:
+    """The measured shape; shorter stages for a k that they do not divide."""
+    shape = next(shape for most, shape in SHAPES[operator].items() if tokens <= most)
+    bk = shape.bk
+    while k % (bk * shape.cluster):
+        bk //= 2
+    return replace(shape, bk=bk)
 
 
 @functools.cache
@@ -59,51 +70,29 @@ def _kernel(mode: int, k: int, tokens: int, shape: Shape) -> CudaKernel:
     if shape.passes > 1:
         shared += shape.wk * max(8, tokens) * (shape.rows + 4) * 4
     defines |= {"MODE": mode, "K": k, "TOKENS": tokens}
-    return CudaKernel("skinny.cu", "skinny", defines, 32 * shape.wr * shape.wk, shared, shape.cluster)
+    return CudaKernel(
+        "skinny.cu", "skinny", defines, 32 * shape.wr * shape.wk, shared, shape.cluster
+    )
 
 
-def _padded(tokens: int) -> int:
-    return 1 << (tokens - 1).bit_length()
-
-
-def _fitted(shape: Shape, k: int) -> Shape:
-    """Shorter stages for a k that the measured ones do not divide."""
-    bk = shape.bk
-    while k % (bk * shape.cluster):
-        bk //= 2
-    return replace(shape, bk=bk)
-
-
-def launch(mode: int, shape: Shape, n: int, k: int, tokens: int, *arguments) -> None:
-    """`n` rows of the weight matrix, the gate and up of MODE_SILU counted apart."""
-    if tokens == 1 and GEMV:
-        *pointers, _, n_out, eps = arguments
-        return _gemv(mode, k)((-(-n // 8), 1, 1), *pointers, n_out, eps)
-    blocks = -(-n // (shape.rows * shape.passes)) * shape.cluster
-    _kernel(mode, k, _padded(tokens), _fitted(shape, k))((blocks, 1, 1), *arguments)
-
-
-def _shape(operator: str, tokens: int) -> Shape:
-    return SHAPES[operator][max(1, _padded(tokens) // 8)]
-
-
-@functools.cache
-def _gemv(mode: int, k: int) -> CudaKernel:
-    return CudaKernel("gemv.cu", "gemv", {"MODE": mode, "K": k, "MIN_BLOCKS": MIN_BLOCKS if k <= 4096 else 2}, 256, 0, 1)
-
-
-def _empty(like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device=like.device)
+def _launch(mode: int, operator: str, weight: torch.Tensor, tokens: int, *arguments) -> None:
+    rows, k = weight.shape
+    shape = _shape(operator, tokens, k)
+    blocks = -(-rows // (shape.rows * shape.passes)) * shape.cluster
+    padded = 1 << (tokens - 1).bit_length()
+    n_out = rows // 2 if mode == SILU else rows
+    *pointers, eps = arguments
+    _kernel(mode, k, padded, shape)((blocks, 1, 1), weight, *pointers, tokens, n_out, eps)
 
 
 def scaled_product(
     x: torch.Tensor, squares: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """See naive.scaled_product."""
-    (tokens, k), n = x.shape, weight.shape[0]
-    out = _empty(x, (tokens, n), torch.float32)
-    shape = _shape("head" if n >= 4 * k else "qkv", tokens)
-    launch(SCALE, shape, n, k, tokens, weight, x, squares, None, None, None, None, out, tokens, n, eps)
+    tokens, n = x.shape[0], weight.shape[0]
+    out = torch.empty(tokens, n, dtype=torch.float32, device=x.device)
+    operator = "head" if n >= 4 * x.shape[1] else "qkv"
+    _launch(SCALE, operator, weight, tokens, x, squares, None, None, None, None, out, eps)
     return out
 
 
@@ -111,11 +100,11 @@ def residual_product(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See naive.residual_product."""
-    (tokens, k), n = x.shape, weight.shape[0]
+    tokens, n = residual.shape
     new, weighted = torch.empty_like(residual), torch.empty_like(residual, dtype=torch.bfloat16)
-    squares = _empty(x, (tokens, n // SLOT), torch.float32)
-    out = (residual, new, norm_weight, squares, weighted, tokens, n, 0.0)
-    launch(RESIDUAL, _shape("down" if k > n else "output", tokens), n, k, tokens, weight, x, None, *out)
+    squares = torch.empty(tokens, n // SLOT, dtype=torch.float32, device=x.device)
+    results = (new, norm_weight, squares, weighted)
+    _launch(RESIDUAL, "residual", weight, tokens, x, None, residual, *results, 0.0)
     return new, weighted, squares
 
 
@@ -123,8 +112,7 @@ def gate_up_product(
     x: torch.Tensor, squares: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """See naive.gate_up_product."""
-    (tokens, k), rows = x.shape, weight.shape[0]
-    out = _empty(x, (tokens, rows // 2), torch.bfloat16)
-    arguments = (weight, x, squares, None, None, None, None, out, tokens, rows // 2, eps)
-    launch(SILU, _shape("gate_up", tokens), rows, k, tokens, *arguments)
+    tokens, n = x.shape[0], weight.shape[0] // 2
+    out = torch.empty(tokens, n, dtype=torch.bfloat16, device=x.device)
+    _launch(SILU, "gate_up", weight, tokens, x, squares, None, None, None, None, out, eps)
     return out
