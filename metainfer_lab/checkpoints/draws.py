@@ -118,7 +118,8 @@ def draw_dims(
 ) -> dict[str, Any]:
     """Text fields of a small config.json, each a multiple of its granule; `fixed` overrides.
 
-    They are never those of a model that ships (which have 8 or 256 experts).
+    They are never those of a model that ships (which have 8 or 256 experts), and several heads
+    share a key head, of which there are several.
     """
 
     def multiple(name: str, low: int, high: int, of: int = 1) -> int:
@@ -126,16 +127,20 @@ def draw_dims(
         return granule * int(rng.integers(max(1, -(-low // granule)), max(1, high // granule) + 1))
 
     block = 16 if quantised else 1
-    kv_heads = multiple("num_key_value_heads", 1, 2)
-    key_heads = multiple("linear_num_key_heads", 1, 3)
+    kv_heads = multiple("num_key_value_heads", 2, 2)
+    key_heads = multiple("linear_num_key_heads", 2, 3)
     drawn = {
         "hidden_size": multiple("hidden_size", 48, 96, of=block),
         "num_hidden_layers": 4,
-        "num_attention_heads": multiple("num_attention_heads", 3, 6, of=kv_heads),
+        "num_attention_heads": multiple(
+            "num_attention_heads", 2 * kv_heads, 3 * kv_heads, of=kv_heads
+        ),
         "num_key_value_heads": kv_heads,
         "head_dim": multiple("head_dim", 16, 32, of=8),
         "linear_num_key_heads": key_heads,
-        "linear_num_value_heads": multiple("linear_num_value_heads", 3, 6, of=key_heads),
+        "linear_num_value_heads": multiple(
+            "linear_num_value_heads", 2 * key_heads, 3 * key_heads, of=key_heads
+        ),
         "linear_key_head_dim": multiple("linear_key_head_dim", 12, 24),
         "linear_value_head_dim": multiple("linear_value_head_dim", 12, 24),
         "linear_conv_kernel_dim": 4,
@@ -148,6 +153,6 @@ def draw_dims(
         "vocab_size": multiple("vocab_size", 150, 260),
         "max_position_embeddings": int(rng.integers(300, 400)),
         "rope_theta": float(rng.choice([1e4, 1e6, 1e7])),
-        "rms_norm_eps": float(rng.choice([1e-6, 1e-4, 1e-3])),
+        "rms_norm_eps": float(rng.choice([1e-5, 1e-4, 1e-3])),
     }
     return drawn | fixed
