@@ -157,7 +157,9 @@ class Engine:
         decoding = [r for r in self.running if r.decoding and r.num_launched < r.limit]
         launched = self._prefill(BESIDE if decoding else ALONE)
         launched += self._decode([r for r in decoding if r.slot is not None])
-        while len(self.in_flight) > launched or (self.in_flight and not self._more_to_come()):
+        while len(self.in_flight) > launched:
+            self._collect(self.in_flight.popleft())
+        while self.in_flight and not self.ready and not self._more_to_come():
             self._collect(self.in_flight.popleft())
         results, self.ready = self.ready, []
         return results

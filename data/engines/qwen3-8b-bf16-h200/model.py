@@ -50,16 +50,9 @@ class Model:
         for layer, next_norm, keys, values in self._layers:
             residual, x, squares = row
             qkv = ops.qkv_product(x, squares, layer.qkv, eps)
+            past = (self.rope, keys, values, block_table, positions)
             heads = ops.decode_attention(
-                qkv,
-                layer.q_norm,
-                layer.k_norm,
-                self.rope,
-                keys,
-                values,
-                block_table,
-                positions,
-                eps,
+                qkv, layer.q_norm, layer.k_norm, *past, eps, next_weight=layer.output
             )
             row = self._finish_layer(heads, residual, layer, next_norm)
         return ops.head_product(*row[1:], self.weights.head, eps)

@@ -119,10 +119,12 @@ def decode_attention(
     block_table: torch.Tensor,
     positions: torch.Tensor,
     eps: float,
+    next_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One new token per row: norm, rotate, write its key and value into the pages, attend; out [M, heads * D].
 
     qkv [M, (heads + 2 kv heads) * D]; caches [pages, kv heads, 64, D]; block_table [M, pages] and positions [M] int32.
+    next_weight is what the step reads next: a kernel may fetch it early.
     """
     q, k, v = _split_heads(qkv, q_norm, k_norm, rope, positions, k_cache.shape[1], eps)
     pages = block_table.gather(1, (positions.long() // k_cache.shape[2])[:, None])[:, 0]

@@ -73,8 +73,11 @@ class Runner:
         self.tokens = zeros(slots, dtype=torch.int64)
         self.positions, self.active = zeros(slots), zeros(slots)
         self.block_table = zeros(slots, max_pages)
-        self.chunk = zeros(CHUNKS[-1], dtype=torch.int64)
-        self.chunk_table, self.start, self.count = zeros(1, max_pages), zeros(1), zeros(1)
+        self.chunk = zeros(2 + max_pages + CHUNKS[-1])  # start, count, pages, tokens: one copy
+        self.start, self.count, table, self.chunk_tokens = self.chunk.split(
+            (1, 1, max_pages, CHUNKS[-1])
+        )
+        self.chunk_table = table[None]
         self.count.fill_(1)
         self.sampler = Sampler(slots, model.config.vocab_size, self.device, model.operators.greedy)
         self.first: dict[int, torch.Tensor] = {}  # first tokens of slots that take part soon
@@ -116,7 +119,7 @@ class Runner:
 
     def _prefill(self, size: int) -> tuple[torch.Tensor, ...]:
         heads, residual = self.model.prefill(
-            self.chunk[:size], self.chunk_table, self.start, self.count
+            self.chunk_tokens[:size], self.chunk_table, self.start, self.count
         )
         logits = self.model.logits(heads, residual, (self.count - 1).long())
         return heads, residual, logits, *self.model.operators.greedy(logits)
@@ -124,10 +127,8 @@ class Runner:
     def prefill(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> tuple:
         """Runs tokens at positions start.. of the sequence that holds `pages`: `_prefill`'s results."""
         size = next(size for size in CHUNKS if size >= len(tokens))
-        self.chunk[: len(tokens)].copy_(torch.tensor(tokens))
-        self.chunk_table[0, : len(pages)].copy_(torch.tensor(pages, dtype=torch.int32))
-        self.start.fill_(start)
-        self.count.fill_(len(tokens))
+        padding = [0] * (self.chunk_table.shape[1] - len(pages))
+        self._send(self.chunk, [start, len(tokens), *pages, *padding, *tokens])
         return self.graphs.run(("prefill", size), lambda: self._prefill(size))
 
     def first_token(self, request: Request, results: tuple) -> Launch:
@@ -163,8 +164,7 @@ class Runner:
         if slot in self.first:
             self.tokens[slot : slot + 1].copy_(self.first.pop(slot))
             self.positions[slot] = request.num_computed
-            pages = torch.tensor(request.pages, dtype=torch.int32)
-            self.block_table[slot, : len(pages)].copy_(pages)
+            self._send(self.block_table[slot], request.pages)
             self.active[slot] = 1
 
     def add_page(self, request: Request) -> None:
@@ -181,6 +181,11 @@ class Runner:
             state[target] = state[source]
         self.sampler.move(source, target)
         self.retire(source)
+
+    def _send(self, target: torch.Tensor, values: Sequence[int]) -> None:
+        """Writes the first elements of `target` without waiting for the device."""
+        source = torch.tensor(values, dtype=target.dtype, pin_memory=self.graphs.enabled)
+        target[: len(values)].copy_(source, non_blocking=True)
 
     def _launch(
         self, requests: Sequence[Request], rows: Sequence[int], *tensors: torch.Tensor

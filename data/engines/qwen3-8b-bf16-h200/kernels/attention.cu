@@ -12,6 +12,7 @@ constexpr int GROUP = HEADS / KV_HEADS;
 constexpr int ROW_BYTES = D * 2;
 constexpr int PAGE_BYTES = PAGE * ROW_BYTES;
 constexpr int STAGE_BYTES = 2 * PAGE_BYTES;
+constexpr int ASKED = 8192;
 constexpr int QKV = (HEADS + 2 * KV_HEADS) * D;
 #define NEVER __int_as_float(0xff800000)  // minus infinity: the score of a token that is not seen
 static_assert(GROUP <= 8, "query heads of a group are rows of one 16-row tile");
@@ -89,31 +90,44 @@ DEVICE void attend(State& state, const u32 (&q)[D / 16][2], u32 stage, int token
   }
 }
 
+// One stream leaves memory idle here: meanwhile the next product's weights can come into L2.
+DEVICE void ask_for_weights(const char* weight, int bytes) {
+  int block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+  int blocks = gridDim.x * gridDim.y * gridDim.z;
+  for (int piece = block * THREADS + threadIdx.x; piece < bytes / ASKED; piece += blocks * THREADS)
+    ask_l2(weight + (u64)piece * ASKED, ASKED);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
     decode_attention(const float* qkv, const u16* __restrict__ q_norm, const u16* __restrict__ k_norm,
                      const float* __restrict__ cosine, const float* __restrict__ sine, u16* k_cache, u16* v_cache,
                      const int* __restrict__ block_table, const int* __restrict__ positions, u16* __restrict__ out,
-                     int table_stride, float eps, float scale_log2) {
+                     int table_stride, const char* next_weight, int next_bytes, float eps, float scale_log2) {
   extern __shared__ __align__(128) char memory[];
   __shared__ u16 query[GROUP][D], fresh[2][D];
   __shared__ float warp_max[WARPS][8], warp_sum_[WARPS][8], block_max[8], block_sum[8], block_out[GROUP][D];
   const int rank = blockIdx.x, head = blockIdx.y, row = blockIdx.z;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-  const int position = positions[row], last_page = position / PAGE;
   const int* table = block_table + row * table_stride;
+  int first_pages[STAGES];  // read before the position is known: one latency instead of two
+#pragma unroll
+  for (int i = 0; i < STAGES; ++i)
+    first_pages[i] = rank + i * SPLITS < table_stride ? table[rank + i * SPLITS] : 0;
+  const int position = positions[row], last_page = position / PAGE;
   const u32 ring = shared_address(memory);
   const int pages = last_page < rank ? 0 : (last_page - rank) / SPLITS + 1;
-  auto start = [&](int i) {
-    if (i < pages) {
-      int page = rank + i * SPLITS;
-      u64 at = ((u64)table[page] * KV_HEADS + head) * PAGE * D;
-      load_page(ring + (i % STAGES) * STAGE_BYTES, k_cache + at, v_cache + at, position - page * PAGE);
-    }
-    copy_commit();
+  auto start = [&](int i, int page) {
+    u64 at = ((u64)page * KV_HEADS + head) * PAGE * D;
+    load_page(ring + (i % STAGES) * STAGE_BYTES, k_cache + at, v_cache + at, position - (rank + i * SPLITS) * PAGE);
   };
-  for (int i = 0; i < STAGES; ++i) start(i);
-  if (pages <= STAGES) let_next_kernel_start();  // later, the next kernel's weights would compete with these pages
+#pragma unroll
+  for (int i = 0; i < STAGES; ++i) {
+    if (i < pages) start(i, first_pages[i]);
+    copy_commit();
+  }
+  if (pages <= STAGES) let_next_kernel_start();  // later, its weights would compete with these pages
   wait_for_previous_kernel();
+  ask_for_weights(next_weight, next_bytes);
 
   const float* mine = qkv + (u64)row * QKV;
   const float *c = cosine + (u64)position * (D / 2), *s = sine + (u64)position * (D / 2);
@@ -152,11 +166,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (page * PAGE + token <= position) attend(state, q, ring + stage, token, page * PAGE + token, position, scale_log2);
     if (i + STAGES < pages) {
       __syncthreads();
-      start(i + STAGES);
+      start(i + STAGES, table[page + STAGES * SPLITS]);
       if (i + STAGES + 1 == pages) let_next_kernel_start();
-    } else {
-      copy_commit();
     }
+    copy_commit();
   }
 
   // Four warps into one: out, max and sum of this block.

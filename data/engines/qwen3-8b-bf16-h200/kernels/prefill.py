@@ -163,7 +163,7 @@ def prefill_attention(
     """See naive.prefill_attention; rows must be a multiple of 64. Rows from `count` on are undefined."""
     _, kv_heads, page, dim = k_cache.shape
     heads = query.shape[1] // dim
-    block = 128 if query.shape[0] % 128 == 0 else 64
+    block = 128 if query.shape[0] > 512 and query.shape[0] % 128 == 0 else 64  # short: more blocks
     out = torch.empty_like(query)
     _attention_kernel[(heads, query.shape[0] // block)](
         query, k_cache, v_cache, block_table, start, count, out, dim**-0.5 * math.log2(math.e),

@@ -22,7 +22,7 @@ class Shape:
     wk: int
     cluster: int = 1
     passes: int = 1
-    lead: int = 2
+    lead: int = 4
 
 
 # By operator, then by the most tokens a shape is for; chosen by measurement (README.md).
