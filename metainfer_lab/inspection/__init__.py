@@ -7,7 +7,7 @@ sass.py       machine code as instructions
 flow.py       blocks, loops, the steady path round a loop
 report.py     counts and costs of one kernel; budgets
 engines.py    all kernels of an engine, in a process of their own
-compare.py    two reports side by side
+difference.py two reports side by side
 view.py       text and HTML
 stand_ins/    declarations of engines that do not carry their own yet
 
@@ -21,14 +21,14 @@ from typing import Any
 
 _HOMES = {
     "Budget": "report",
-    "Difference": "compare",
+    "Difference": "difference",
     "Kernel": "kernel",
     "Report": "report",
     "build": "report",
-    "compare": "compare",
+    "compare": "difference",
     "inspect": "engines",
     "inspect_kernel": "engines",
-    "summary": "compare",
+    "summary": "difference",
 }
 __all__ = sorted(_HOMES)
 

@@ -14,12 +14,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="metainfer_lab.inspection", description=__doc__)
     parser.add_argument("engine")
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--target", default="sm_90a")
+    parser.add_argument("--target", action="append", help="sm_90a (default) or sm_100a; repeatable")
     parser.add_argument("--config")
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     try:
-        print(run(given.engine, given.target, given.names, given.config, given.json))
+        targets = given.target or ["sm_90a"]
+        print(run(given.engine, targets, given.names, given.config, given.json))
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

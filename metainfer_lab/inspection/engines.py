@@ -17,9 +17,10 @@ from pydantic import TypeAdapter
 
 from metainfer_lab import paths
 from metainfer_lab.errors import InputError
-from metainfer_lab.inspection import compilers, kernel, sass
+from metainfer_lab.hardware import usable_cores
+from metainfer_lab.inspection import kernel
 from metainfer_lab.inspection.kernel import Kernel
-from metainfer_lab.inspection.report import Report, report
+from metainfer_lab.inspection.report import Report, report_group
 from metainfer_lab.inspection.targets import Target, find_target
 from metainfer_lab.spec import Spec
 
@@ -32,18 +33,20 @@ TIMEOUT_S = 300
 
 def inspect(
     engine: Path | str,
-    target: str = "sm_90a",
+    targets: str | Sequence[str] = "sm_90a",
     names: Sequence[str] = (),
     *,
     config: Path | None = None,
 ) -> list[Report]:
-    """Reports on an engine's kernels (all, or those named) for a target.
+    """Reports on an engine's kernels (all, or those named) for one target or several.
 
     engine: a folder, or a name in data/engines. config: the model's config.json; by default that
     of the first spec that engine.json names. The engine's code runs in a child process, unconfined;
     whoever does not trust it runs `python -m metainfer_lab.inspection` in the sandbox.
     """
-    command = [sys.executable, "-m", __package__, str(engine), "--target", target, "--json", *names]
+    wanted = [targets] if isinstance(targets, str) else targets
+    command = [sys.executable, "-m", __package__, str(engine), *names, "--json"]
+    command += [f"--target={target}" for target in wanted]
     command += ["--config", str(config)] if config else []
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(_import_path())}
     done = subprocess.run(
@@ -64,13 +67,16 @@ def inspect_kernel(engine: Path | str, name: str, target: str = "sm_90a") -> str
     return "\n\n".join(map(str, inspect(engine, target, [name])))
 
 
-def inspect_here(folder: Path, config: Path, target: Target, names: Sequence[str]) -> list[Report]:
-    """What the child process does: declare, compile each text once, report."""
+def inspect_here(
+    folder: Path, config: Path, targets: Sequence[Target], names: Sequence[str]
+) -> list[Report]:
+    """What the child process does: declare, compile each text once a target, report."""
     chosen = _chosen(declared(folder, config), names)
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        groups = pool.map(lambda group: _report_group(group, folder, target), _units(chosen))
-        found = {one.kernel.name: one for group in groups for one in group}
-    return [found[kernel.name] for kernel in chosen]
+    work = [(target, group) for target in targets for group in _units(chosen)]
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        groups = pool.map(lambda item: report_group(item[1], folder, item[0]), work)
+        found = {(one.arch, one.kernel.name): one for group in groups for one in group}
+    return [found[target.arch, kernel.name] for target in targets for kernel in chosen]
 
 
 def declared(folder: Path, config: Path) -> list[Kernel]:
@@ -113,16 +119,6 @@ def _units(kernels: list[Kernel]) -> list[list[Kernel]]:
     return list(units.values())
 
 
-def _report_group(group: list[Kernel], folder: Path, target: Target) -> list[Report]:
-    first, source = group[0], group[0].source(folder)
-    if first.language == "triton":
-        compiled = compilers.compile_triton(first, folder, target)
-    else:
-        compiled = compilers.compile_cuda(source, target.arch, first.defines, first.options)
-    found = sass.functions(compiled.cubin)
-    return [report(one, source, compiled, found, target) for one in group]
-
-
 def engine_folder(engine: Path | str) -> Path:
     """A folder as it is, or the engine of that name; InputError when there is none."""
     for path in (Path(engine), paths.ENGINES / str(engine)):
@@ -142,9 +138,11 @@ def engine_config(folder: Path) -> Path:
     return path if path.is_file() else Path(model)
 
 
-def run(engine: str, target: str, names: Sequence[str], config: str | None, as_json: bool) -> str:
+def run(
+    engine: str, targets: Sequence[str], names: Sequence[str], config: str | None, as_json: bool
+) -> str:
     """What `python -m metainfer_lab.inspection` prints."""
     folder = engine_folder(engine)
     at = Path(config) if config else engine_config(folder)
-    reports = inspect_here(folder, at, find_target(target), names)
+    reports = inspect_here(folder, at, [find_target(target) for target in targets], names)
     return REPORTS.dump_json(reports).decode() if as_json else "\n\n".join(map(str, reports))

@@ -1,13 +1,13 @@
 """The way that a warp takes through a kernel: blocks, loops, and the steady path round a loop.
 
-A loop's body holds more than what each turn issues: the first and last turn's special cases, and
-code for warps that have parted. The *steady path* is the shortest way round that passes every
-matrix product and every wide load, so a count along it is a least count.
+A loop's body holds more than what each turn issues: the first and last turn's special cases,
+variants for other sizes, code for warps that have parted. The *steady path* is the way round with
+the most matrix products and wide loads, and of such ways the shortest: a least count of a turn.
 """
 
 from __future__ import annotations
 
-import heapq
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -125,51 +125,55 @@ class Flow:
         return self.matrix_products(blocks), sum(len(self.span(block)) for block in blocks)
 
     def steady_path(self, loop: Loop | None = None) -> list[Instruction]:
-        """Instructions of the shortest turn of a loop (of the whole kernel without one) that
-        passes every block with a matrix product or a wide load, where one way can pass them all."""
+        """Instructions of one turn of a loop, or of the whole kernel: of all ways round those with
+        the most matrix products and wide loads, of those the shortest."""
         blocks = frozenset(self.order) if loop is None else loop.blocks
         head = 0 if loop is None else loop.head
-        wanted = sorted((b for b in blocks if self._must_pass(b)), key=self.order.__getitem__)
-        path = [head]
-        for block in wanted:
-            path += self._shortest(path[-1], {block}, blocks, head)[1:]
         ends = {b for b in blocks if (head in self.after[b] if loop else not self.after[b])}
-        path += self._shortest(path[-1], ends, blocks, head)[1:]
+        path = self._way(head, ends, blocks, self._wanted)
         return [self.instructions[i] for block in path for i in self.span(block)]
 
     def outside(self, loop: Loop) -> int:
         """Least instructions of a warp before it enters a loop and after it leaves it."""
         everything = frozenset(self.order)
-        way_in = self._shortest(0, {loop.head}, everything, None)[:-1]
+        way_in = self._way(0, {loop.head}, everything)[:-1]
         leaving = {to for block in loop.blocks for to in self.after[block]} - loop.blocks
         ends = {block for block in everything if not self.after[block]}
-        ways = [self._shortest(to, ends, everything, None) for to in leaving]
-        cost = lambda path: sum(len(self.span(block)) for block in path)  # noqa: E731
-        return cost(way_in) + min(map(cost, ways), default=0)
+        ways_out = [self._way(to, ends, everything) for to in leaving]
+        return self._size(way_in) + min(map(self._size, ways_out), default=0)
 
-    def _must_pass(self, block: int) -> bool:
-        return any(
-            self.instructions[i].is_matrix or self.instructions[i].is_stream
-            for i in self.span(block)
-        )
+    def _size(self, path: list[int]) -> int:
+        return sum(len(self.span(block)) for block in path)
 
-    def _shortest(
-        self, start: int, goals: set[int], within: frozenset[int], head: int | None
+    def _wanted(self, block: int) -> int:
+        """Matrix products and wide loads of a block."""
+        inside = (self.instructions[i] for i in self.span(block))
+        return sum(step.is_matrix or step.is_stream for step in inside)
+
+    def _way(
+        self,
+        start: int,
+        ends: set[int],
+        within: frozenset[int],
+        wanted: Callable[[int], int] = lambda block: 0,
     ) -> list[int]:
-        """Blocks from start to the nearest goal, fewest instructions (Dijkstra); [start] if none
-        can be reached without passing `head` again."""
-        heap, done = [(0, start, [start])], set()
-        while heap:
-            cost, block, path = heapq.heappop(heap)
-            if block in goals:
-                return path
-            if block in done:
+        """Blocks from start to an end: most wanted first, then fewest instructions; no block twice.
+
+        Only edges that lead forward in reverse postorder are taken, so blocks can be settled in
+        that order. Empty where no end can be reached.
+        """
+        cost = lambda block: (-wanted(block), len(self.span(block)))  # noqa: E731
+        best = {start: (cost(start), [start])}
+        for block in sorted(within, key=self.order.__getitem__):
+            if block not in best:
                 continue
-            done.add(block)
+            (want, size), path = best[block]
             for to in self.after[block]:
-                if to in within and to != head and to not in done:
-                    heapq.heappush(heap, (cost + len(self.span(to)), to, [*path, to]))
-        return [start]
+                if to in within and self.order[to] > self.order[block]:
+                    more = cost(to)
+                    step = ((want + more[0], size + more[1]), [*path, to])
+                    best[to] = min(best.get(to, step), step)
+        return min((best[end] for end in ends if end in best), default=((0, 0), []))[1]
 
 
 def _jumps(instruction: Instruction) -> bool:

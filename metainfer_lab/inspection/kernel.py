@@ -11,6 +11,7 @@ is what is launched; it needs nothing of this package and no GPU.
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import Literal
 
@@ -41,12 +42,12 @@ class Kernel(Record):
         columns that each weight meets.
     column_tiles: matrix products that share one fragment of weights (more than 8 tokens).
     weights_per_lane: of one turn of the inner loop, for a kernel without matrix products.
-    naive: the operator's specification in this engine, as `file.py:function`.
+    naive: the operator's specification in the engine, as `file.py:function`, one or several.
     """
 
     name: str
     language: Literal["cuda", "triton"] = "cuda"
-    files: tuple[str, ...] = Field(min_length=1)
+    files: tuple[str, ...] = ("kernel.cu",)
     entry: str
     defines: dict[str, int | str] = {}
     options: dict[str, int | bool] | tuple[str, ...] = ()
@@ -63,11 +64,11 @@ class Kernel(Record):
     tokens: int = Field(default=1, ge=1)
     column_tiles: int = Field(default=1, ge=1)
     weights_per_lane: int | None = Field(default=None, ge=1)
-    naive: str | None = None
+    naive: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _of_its_language(self) -> Kernel:
-        if self.language == "triton" and (len(self.files) != 1 or self.defines):
+        if not self.files or (self.language == "triton" and (len(self.files) > 1 or self.defines)):
             raise ValueError("a Triton kernel has one file, and constants instead of defines")
         if self.language == "cuda" and (self.arguments or isinstance(self.options, dict)):
             raise ValueError("a CUDA kernel has no `arguments`; its options are a list of flags")
@@ -90,10 +91,23 @@ class Kernel(Record):
 
     def source(self, folder: Path) -> str:
         """Text of its files; InputError names one that is missing."""
-        for file in self.files:
-            if not (folder / file).is_file():
-                raise InputError(f"inspection: kernel {self.name}: {folder.name}/{file} is missing")
-        return "".join((folder / file).read_text() for file in self.files)
+        return "".join(self._read(folder, file) for file in self.files)
+
+    def specification(self, folder: Path) -> str:
+        """Text of its naive functions; InputError names one that is missing."""
+        return "\n\n\n".join(self._function(folder, *name.split(":")) for name in self.naive)
+
+    def _read(self, folder: Path, file: str) -> str:
+        if not (folder / file).is_file():
+            raise InputError(f"inspection: kernel {self.name}: {folder.name}/{file} is missing")
+        return (folder / file).read_text()
+
+    def _function(self, folder: Path, file: str, name: str) -> str:
+        text = self._read(folder, file)
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.FunctionDef) and node.name == name:
+                return ast.get_source_segment(text, node) or ""
+        raise InputError(f"inspection: kernel {self.name}: no function {name} in {file}")
 
 
 def parse(declared: list[dict]) -> list[Kernel]:

@@ -17,7 +17,7 @@ from metainfer_lab.inspection.flow import Flow, Loop
 from metainfer_lab.inspection.kernel import Kernel, Record
 from metainfer_lab.inspection.targets import TARGETS, Occupancy, Target, find_target, occupancy
 
-STAGES = ("source", "ttir", "ttgir", "ptx", "sass")
+STAGES = ("naive", "source", "ttir", "ttgir", "ptx", "sass")
 
 
 class Turn(Record):
@@ -65,7 +65,7 @@ class Check(Record):
     passed: bool
 
 
-class Checks(Record):
+class Checks(view.Shown, Record):
     """A kernel beside its budget."""
 
     kernel: str
@@ -91,7 +91,7 @@ class Checks(Record):
         )
 
 
-class Report(Record):
+class Report(view.Shown, Record):
     """One kernel compiled for one target. stages: texts by name, in the order of STAGES."""
 
     kernel: Kernel
@@ -182,9 +182,9 @@ class Report(Record):
 
     def show(self, *stages: str) -> None:
         """Display it in a notebook, the named stages unfolded."""
-        from IPython.display import HTML, display
+        from IPython.display import display
 
-        display(HTML(view.report_html(self, stages)))
+        display({"text/plain": str(self), "text/html": view.report_html(self, stages)}, raw=True)
 
     def __str__(self) -> str:
         return f"{self.kernel.name} for {self.arch}\n" + view.text_table(*view.report_table(self))
@@ -203,23 +203,38 @@ def _check(name: str, found: float | None, limit: float) -> Check:
     return Check(asked=asked, found=found, allowed=limit, passed=holds)
 
 
-def build(kernel: Kernel, folder: Path, target: str = "sm_90a") -> Report:
-    """Compile one kernel of a folder in this process and report on it.
+def build(
+    kernel: Kernel, target: str = "sm_90a", *, folder: Path = Path(), source: str | None = None
+) -> Report:
+    """Compile one kernel in this process and report on it.
 
-    A Triton kernel's file is imported: use `inspect` for code that you do not trust.
+    Its files lie in `folder`; `source` is CUDA C++ that takes their place. A Triton kernel's file
+    is imported: use `inspect` for code that you do not trust.
     """
-    found = find_target(target)
-    if kernel.language == "triton":
-        compiled = compilers.compile_triton(kernel, folder, found)
+    return report_group([kernel], folder, find_target(target), source)[0]
+
+
+def report_group(
+    kernels: Sequence[Kernel], folder: Path, target: Target, source: str | None = None
+) -> list[Report]:
+    """Reports on kernels that one compilation serves."""
+    first = kernels[0]
+    text = first.source(folder) if source is None else source
+    if first.language == "triton":
+        compiled = compilers.compile_triton(first, folder, target)
     else:
-        text = kernel.source(folder)
-        compiled = compilers.compile_cuda(text, found.arch, kernel.defines, kernel.options)
-    return report(kernel, kernel.source(folder), compiled, sass.functions(compiled.cubin), found)
+        compiled = compilers.compile_cuda(text, target.arch, first.defines, first.options)
+    functions = sass.functions(compiled.cubin)
+    texts = [{"source": text, "naive": kernel.specification(folder)} for kernel in kernels]
+    return [
+        report(kernel, stages, compiled, functions, target)
+        for kernel, stages in zip(kernels, texts, strict=True)
+    ]
 
 
 def report(
     kernel: Kernel,
-    source: str,
+    texts: dict[str, str],
     compiled: compilers.Compiled,
     functions: dict[str, sass.Function],
     target: Target,
@@ -234,7 +249,7 @@ def report(
     flow = Flow(function.instructions)
     turns, outside = _turns(flow, kernel)
     accesses = _accesses(function.instructions)
-    stages = compiled.stages | {"source": source, "sass": function.text}
+    stages = compiled.stages | texts | {"sass": function.text}
     stages["ptx"] = _of_entry(stages["ptx"], kernel.entry)
     return Report(
         kernel=kernel,
@@ -247,7 +262,7 @@ def report(
         outside=outside,
         turns=turns,
         accesses=accesses,
-        stages={stage: stages[stage] for stage in STAGES if stage in stages},
+        stages={stage: stages[stage] for stage in STAGES if stages.get(stage)},
     )
 
 
@@ -277,7 +292,7 @@ def _turn(kind: str, path: Sequence[sass.Instruction], body: int, kernel: Kernel
         body=body,
         issued=len(path),
         weights=kernel.weights_per_lane or weights,
-        opcodes=_counted(step.name for step in path),
+        opcodes=_counted(step.kind for step in path),
         accesses=_accesses(path),
         matrix=_counted(step.opcode for step in path if step.is_matrix),
     )

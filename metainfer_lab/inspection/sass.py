@@ -46,6 +46,12 @@ class Instruction(NamedTuple):
         return self.opcode.split(".")[0]
 
     @property
+    def kind(self) -> str:
+        """The name; with its modifier where a multiply-add stands for a move or a shift."""
+        parts = self.opcode.split(".")
+        return ".".join(parts[:2]) if parts[0] in {"IMAD", "HADD2"} else parts[0]
+
+    @property
     def is_matrix(self) -> bool:
         """Whether tensor cores do it."""
         return _MATRIX.match(self.opcode) is not None

@@ -10,8 +10,16 @@ if TYPE_CHECKING:
     from metainfer_lab.inspection.report import Checks, Report
 
 Table = tuple[Sequence[str], list[Sequence[object]]]
-LANGUAGES = {"source": {"cuda": "cuda", "triton": "python"}, "ttir": "llvm", "ttgir": "llvm"}
+LANGUAGES = {"source": {"cuda": "cuda", "triton": "python"}, "naive": "python"}
+LINES = 300  # of a text that are shown; the whole of it is in the report's `stages`
 MARKS = {True: "✓", False: "✗"}
+
+
+class Shown:
+    """Words for a terminal and a notebook's plain text, instead of pydantic's fields."""
+
+    def _repr_pretty_(self, printer: object, cycle: bool) -> None:
+        printer.text(str(self))  # type: ignore[attr-defined]
 
 
 def report_table(report: Report) -> Table:
@@ -52,13 +60,7 @@ def _cost_rows(report: Report) -> list[Sequence[object]]:
 def checks_table(checks: Checks) -> Table:
     """One row a line of the budget."""
     rows = [
-        (
-            MARKS[check.passed],
-            check.asked,
-            check.allowed,
-            "-" if check.found is None else check.found,
-        )
-        for check in checks.checks
+        (MARKS[check.passed], check.asked, check.allowed, check.found) for check in checks.checks
     ]
     return ("", "asked", "allowed", "found"), rows
 
@@ -69,15 +71,26 @@ def _counts(counted: dict[str, int]) -> str:
 
 def report_html(report: Report, unfolded: Sequence[str] = ()) -> str:
     """A table, then source, intermediate forms, PTX and SASS, and the opcodes of the inner loop."""
-    title = f"<b>{escape(f'{report.kernel.name} for {report.arch}')}</b>"
+    heading = f"<b>{escape(f'{report.kernel.name} for {report.arch}')}</b>"
     opcodes = html_table(("opcode", "in a turn"), list(report.inner.opcodes.items()))
     folds = [fold("opcodes of the inner loop", opcodes, "opcodes" in unfolded)]
     for stage, text in report.stages.items():
         language = LANGUAGES.get(stage, "text")
         lexer = language if isinstance(language, str) else language[report.kernel.language]
-        lines = f"{stage}, {len(text.splitlines()):,} lines"
-        folds.append(fold(lines, code(text, lexer), stage in unfolded))
-    return title + html_table(*report_table(report)) + "".join(folds)
+        title, part = excerpt(text, report.kernel.entry)
+        folds.append(fold(f"{stage}, {title}", code(part, lexer), stage in unfolded))
+    return heading + html_table(*report_table(report)) + "".join(folds)
+
+
+def excerpt(text: str, name: str) -> tuple[str, str]:
+    """How long a text is, and of a long one the part about the first line that has a name."""
+    lines = text.splitlines()
+    if len(lines) <= LINES:
+        return f"{len(lines):,} lines", text
+    named = next((place for place, line in enumerate(lines) if name in line), 0)
+    first = max(0, min(named - LINES // 2, len(lines) - LINES))
+    title = f"{len(lines):,} lines, of them {first + 1} to {first + LINES}"
+    return title, "\n".join(lines[first : first + LINES])
 
 
 def fold(summary: str, body: str, is_open: bool = False) -> str:
@@ -118,4 +131,8 @@ def text_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def cell_text(value: object) -> str:
     """A cell: numbers short."""
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    if value is None:
+        return "-"
+    if isinstance(value, float | int) and not isinstance(value, bool):
+        return f"{value:,.0f}" if value == int(value) else f"{value:.3g}"
+    return str(value)

@@ -85,7 +85,7 @@ def _launched(call, arguments, **use):
     found.clear()
     call(*arguments)
     (launch,) = found
-    return launch | use
+    return launch | use | {"naive": (f"naive.py:{call.__name__}",)}
 
 
 def _decode(c: ModelConfig, tokens: int):

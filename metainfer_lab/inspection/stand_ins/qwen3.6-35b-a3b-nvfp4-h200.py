@@ -73,8 +73,10 @@ def _uses(c: Config, weights: Weights, rows: int) -> dict[str, list[dict]]:
     touched = round(c.experts * (1 - (1 - c.top_k / c.experts) ** rows))
     counts = [c.layer_types.count(kind) for kind in LAYERS]
     all_layers = sum(counts)
-    state = 2 * 4 * rows * c.value_heads * c.key_dim * c.value_dim  # read and written, float32
-    attend = {"name": "attention", "launches": counts[1]}
+    delta = {"name": "delta rule", "launches": counts[0], "naive": ("naive.py:delta_rule",)}
+    state = rows * c.value_heads * c.key_dim * c.value_dim
+    delta["other_bytes"] = 2 * 4 * state  # read and written, float32
+    attend = {"name": "attention", "launches": counts[1], "naive": ("naive.py:attention",)}
     attend["other_bytes"] = 2 * 2 * rows * CONTEXT * c.kv_heads * c.head_dim
     attend["other_operations"] = 4 * rows * CONTEXT * c.heads * c.head_dim
     into = [_use("GDN in", gdn.in_proj, counts[0]), _use("attention in", attention.qkv, counts[1])]
@@ -86,7 +88,7 @@ def _uses(c: Config, weights: Weights, rows: int) -> dict[str, list[dict]]:
         "single_in": into,
         "batched_in": into[:1],
         "batched_qkv": into[1:],
-        "delta": [{"name": "delta rule", "launches": counts[0], "other_bytes": state}],
+        "delta": [delta],
         "single_out_gated": out[:1],
         "single_out_raw": out[1:],
         "batched_out": out,
@@ -105,7 +107,13 @@ def _uses(c: Config, weights: Weights, rows: int) -> dict[str, list[dict]]:
 
 def _use(name: str, matrix: Matrix, launches: int, copies: int = 1) -> dict:
     size = copies * matrix.rows * matrix.cols
-    return {"name": name, "weights": size, "weight_bits": BITS[matrix.kind], "launches": launches}
+    return {
+        "name": name,
+        "weights": size,
+        "weight_bits": BITS[matrix.kind],
+        "launches": launches,
+        "naive": ("naive.py:linear", "formats.py:decode"),
+    }
 
 
 def _named(launches: list, uses: dict[str, list[dict]], c: Config, rows: int) -> list[dict]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-class Difference(Record):
+class Difference(view.Shown, Record):
     """What changed from one report to another: numbers, opcodes of the inner loop, source."""
 
     names: tuple[str, str]
