@@ -49,8 +49,9 @@ def draw_dims(
         "intermediate_size": multiple("intermediate_size", 50, 110),
         "vocab_size": multiple("vocab_size", 150, 260),
         "max_position_embeddings": int(rng.integers(300, 400)),
-        "rope_theta": float(rng.choice([5e3, 1e4, 1e5])),
-        "rms_norm_eps": float(rng.choice([1e-5, 1e-3, 2e-2])),
+        # none that a shipped model has: an engine that ignores its config must show
+        "rope_theta": float(rng.choice([3e3, 2e4, 7e4])),
+        "rms_norm_eps": float(rng.choice([2e-4, 1e-3, 2e-2])),
         "tie_word_embeddings": like.tie_word_embeddings,
     }
     return drawn | fixed

@@ -44,16 +44,17 @@ class Host:
         except EOFError:
             return False
         operation = command.pop("op")
-        self._reply(getattr(self, f"do_{operation}"), command)
+        self._reply(operation, command)
         return operation != "exit"
 
-    def _reply(self, action: Any, command: dict[str, Any]) -> None:
+    def _reply(self, operation: str, command: dict[str, Any]) -> None:
+        """Carry out a command and send what came of it; "of" says which command it was."""
         try:
-            self.wire.send(self.results, action(**command))
+            answer = getattr(self, f"do_{operation}")(**command)
         except BaseException as error:  # SystemExit too: an engine does not get to leave quietly
             trace = "".join(traceback.format_exception(error)[-6:])
-            kind = type(error).__name__
-            self.wire.send(self.results, {"error": kind, "text": str(error), "trace": trace})
+            answer = {"error": type(error).__name__, "text": str(error), "trace": trace}
+        self.wire.send(self.results, answer | {"of": operation})
 
     def do_load(self, **arguments: Any) -> dict[str, Any]:
         if self.package is None:
@@ -97,9 +98,12 @@ class Host:
                 command = self.wire.receive(self.commands)
                 operation = command.pop("op")
                 stopped = operation == "stop"
-                if not stopped:
-                    self._reply(getattr(self, f"do_{operation}"), command)
-        return {"idle": True}
+                self._reply(operation, command)
+        return {}
+
+    def do_stop(self) -> dict[str, Any]:
+        """Nothing to do: `do_run` ends on it, or had ended by itself."""
+        return {}
 
     def do_stats(self) -> dict[str, Any]:
         return {"stats": self.engine.stats()}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +19,7 @@ from metainfer_lab.sandbox import Confined, Sandbox, choose
 
 HOST = Path(__file__).with_name("host.py")
 DEFAULT_TIMEOUT_S = 120.0
+WHILE_SPINNING = frozenset({"submit", "cancel", "stats"})
 
 
 class EngineError(Exception):
@@ -84,6 +87,9 @@ class EngineProcess:
         self.timeout_s = timeout_s
         self.threads = threads
         self.confined: Confined | None = None
+        self._spinning = False
+        self._submitted_late = False
+        self._pending: deque[Arrival | None] = deque()
 
     def __enter__(self) -> EngineProcess:
         self._start()
@@ -146,18 +152,23 @@ class EngineProcess:
         return self._call("modules")["modules"]
 
     def run(self) -> Iterator[Arrival]:
-        """Let the host spin `step` until all requests are finished; leaving the loop stops it."""
-        self._send("run")
-        idle = False
-        try:
-            while not idle:
-                message = self._receive()
-                idle = "idle" in message
-                if not idle:
-                    yield Arrival(time.perf_counter(), _results(message))
-        finally:
-            if not idle and self.confined is not None:
+        """Let the host spin `step` until all requests are finished; leaving the loop stops it.
+
+        Inside the loop `submit`, `cancel` and `stats` may be called; the spinning goes on.
+        """
+        self._spin()
+        while True:
+            arrival = self._pending.popleft() if self._pending else self._arrive()
+            if arrival is None:
+                if not self._submitted_late:
+                    return
+                self._spin()  # the host had come to rest just before that request
+                continue
+            try:
+                yield arrival
+            except GeneratorExit:
                 self._stop()
+                raise
 
     def finish(self, max_steps: int = 100_000) -> list[StepResult]:
         """All results until nothing is unfinished, by `run`."""
@@ -201,8 +212,46 @@ class EngineProcess:
             os.close(child_out)
 
     def _call(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        if self._spinning and operation not in WHILE_SPINNING:
+            self._stop()
+        spun = self._spinning
         self._send(operation, **arguments)
-        return self._receive()
+        while (message := self._receive()).get("of") != operation:
+            self._pending.append(self._arrival(message))
+        self._submitted_late |= spun and not self._spinning and operation == "submit"
+        return _checked(message)
+
+    def _spin(self) -> None:
+        if not self._spinning:
+            self._pending.clear()
+            self._send("run")
+        self._spinning, self._submitted_late = True, False
+
+    def _arrive(self) -> Arrival | None:
+        return self._arrival(self._receive())
+
+    def _arrival(self, message: dict[str, Any]) -> Arrival | None:
+        """What a spinning host sent; None when it came to rest."""
+        seconds = time.perf_counter()
+        if message.get("of") == "run":
+            self._spinning = False
+            _checked(message)
+            return None
+        return Arrival(seconds, _results(message))
+
+    def _stop(self) -> None:
+        """Bring the host to rest; what it still had to say is dropped, a failure included."""
+        if self._spinning and self.confined is not None:
+            self._send("stop")
+            heard = False
+            while self._spinning or not heard:
+                message = self._receive()
+                if message.get("of") == "stop":
+                    heard = True
+                    continue
+                with contextlib.suppress(EngineError):
+                    self._arrival(message)
+        self._pending.clear()
 
     def _send(self, operation: str, **arguments: Any) -> None:
         if self.confined is None:
@@ -222,14 +271,7 @@ class EngineProcess:
             self._died(f"gave no answer in {self.timeout_s:.0f} s")
         except (ValueError, KeyError, TypeError) as error:
             self._died(f"spoke nonsense ({error})")
-        if "error" in message:
-            raise EngineError(message["error"], message["text"], message["trace"])
         return message
-
-    def _stop(self) -> None:
-        self._send("stop")
-        while "idle" not in self._receive():
-            pass
 
     def _died(self, how: str) -> None:
         confined = self.confined
@@ -237,6 +279,12 @@ class EngineProcess:
         lines = confined.stderr.text().strip().splitlines()[-5:] if confined else []
         said = "; its last words: " + " | ".join(lines) if lines else ", silently"
         raise EngineDied(f"{self.folder.name}: the engine's process {how}{said}") from None
+
+
+def _checked(message: dict[str, Any]) -> dict[str, Any]:
+    if "error" in message:
+        raise EngineError(message["error"], message["text"], message["trace"])
+    return message
 
 
 def _results(message: dict[str, Any]) -> list[StepResult]:

@@ -82,17 +82,21 @@ def _draw(trial: Trial, checkpoint: Path) -> tuple[list[list[int]], list[dict[st
         if i % 2:
             drawn |= {"temperature": 1.0, "seed": int(rng.integers(2**40))}
         params.append(drawn)
-    params[0]["max_new_tokens"] = params[1]["max_new_tokens"] = 40  # there are always neighbours
+    for i in range(MAX_BATCH):  # there are always neighbours, and running requests to cancel
+        params[i]["max_new_tokens"] = 40
+    prompts[3] = trial.prompt(150, vocab)
     return prompts, params
 
 
 def _schedule(trial: Trial) -> list[Event]:
-    """Arrivals before random steps, the first four together; three are cancelled later."""
+    """Arrivals before random steps, the first four together; four are cancelled, while they decode,
+    prefill, wait, and at some other time."""
     rng = trial.rng
     starts = [0] * MAX_BATCH + sorted(rng.integers(0, 25, REQUESTS - MAX_BATCH).tolist())
     events = [Event(step, i) for i, step in enumerate(starts)]
-    for i, wait in zip(rng.choice(range(2, REQUESTS), 3, replace=False), (0, 2, 5), strict=True):
-        events.append(Event(starts[i] + wait, int(i), cancel=True))
+    waiting, other = (int(i) for i in rng.choice(range(MAX_BATCH, REQUESTS), 2, replace=False))
+    for i, step in ((2, 9), (3, 1), (waiting, starts[waiting]), (other, starts[other] + 4)):
+        events.append(Event(step, i, cancel=True))
     return sorted(events, key=lambda event: (event.step, event.cancel))
 
 

@@ -41,6 +41,8 @@ def decode(trial: Trial) -> None:
                 _ask(engine, request)
             ends = _endings(trial, engine, asked[0], checkpoint)
         _judge(trial, checkpoint, asked + ends, "tiny")
+        if trial.findings.failures:
+            return
     if checkpoint := trial.real():
         prompts = excerpts(checkpoint, trial.rng, 2, 70)
         params = {"max_new_tokens": 20, "logprobs": 4, "ignore_eos": True}

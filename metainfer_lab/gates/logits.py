@@ -25,6 +25,8 @@ def logits(trial: Trial) -> None:
         ("tied head", {"tie_word_embeddings": True, "num_hidden_layers": 2}),
     ):
         _tiny(trial, name, trial.tiny(**fixed))
+        if trial.findings.failures:
+            return  # the first wrong checkpoint says enough, and where it departs
     if checkpoint := trial.real():
         _real(trial, checkpoint)
 

@@ -23,6 +23,8 @@ def weights(trial: Trial) -> None:
         checkpoint = trial.tiny(num_hidden_layers=2, tie_word_embeddings=bool(tied))
         _each_tensor(trial, checkpoint, "tied" if tied else "untied")
         _refusals(trial, checkpoint)
+        if trial.findings.failures:
+            return
 
 
 def _each_tensor(trial: Trial, checkpoint: Path, head: str) -> None:

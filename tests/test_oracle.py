@@ -1,0 +1,70 @@
+"""The oracle against the plain engine in float64: two independent programs, one answer."""
+
+import importlib.util
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from metainfer_lab.checkpoints.tiny import draw_dims, tiny_checkpoint
+from metainfer_lab.errors import InputError
+from metainfer_lab.model import ModelDims
+from metainfer_lab.oracle import Oracle
+from metainfer_lab.paths import ENGINES
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    like = ModelDims.load("qwen3-8b")
+    drawn = draw_dims(np.random.default_rng(), like, {}, num_hidden_layers=2)
+    return tiny_checkpoint("qwen3", 17, tmp_path_factory.mktemp("oracle") / "c", **drawn)
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint):
+    with Oracle(checkpoint) as started:
+        yield started
+
+
+def in_float64(checkpoint, tokens):
+    folder = ENGINES / "qwen3-reference"
+    name = "reference64"
+    spec = importlib.util.spec_from_file_location(
+        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    place = torch.device("cpu")
+    config = module.engine.Config.read(checkpoint)
+    weights = module.engine.weights.read(checkpoint, config, place, torch.float64)
+    model = module.model.Model(config, weights, 64)
+    cache = module.cache.NoCache()
+    hidden = model.forward([module.model.Sequence(tokens, 0, [])], cache)
+    return (hidden @ weights["lm_head.weight"].T).numpy()
+
+
+def test_float64_agrees_with_the_formulas_to_float64(checkpoint, oracle):
+    vocab = ModelDims.from_config(checkpoint).vocab_size
+    tokens = np.random.default_rng().integers(0, vocab, 50).tolist()
+    want = oracle.logits(tokens, range(50))
+    got = in_float64(checkpoint, tokens)
+    assert want.dtype == np.float64
+    assert np.abs(got - want).max() < 1e-11
+
+
+def test_rounding_costs_about_a_percent_and_leaves_no_trace(checkpoint, oracle):
+    tokens = list(range(30))
+    exact = oracle.logits(tokens, [29, 3, 29])
+    for rounding in ("symmetric", "asymmetric"):
+        rounded = oracle.logits(tokens, [29, 3, 29], rounding)
+        error = np.linalg.norm(rounded - exact) / np.linalg.norm(exact)
+        assert 1e-3 < error < 0.3
+    assert np.array_equal(oracle.logits(tokens, [29, 3, 29]), exact)
+    assert np.array_equal(exact[0], exact[2])
+
+
+def test_a_checkpoint_that_is_none_is_named(tmp_path, oracle, checkpoint):
+    with pytest.raises(InputError, match="nothing-here"):
+        oracle.use(tmp_path / "nothing-here")
+    oracle.use(checkpoint)
