@@ -109,7 +109,7 @@ def _assert_greedy(model, prompt, steps):
 def test_score_equals_transformers_at_every_position(model):
     reference, folder = model
     tokens = _prompt(200)
-    positions = random.sample(range(200), 60) + [199, 0, 0]
+    positions = [*random.sample(range(200), 60), 199, 0, 0]
     got = _load(folder).score(tokens, positions)
     want = _reference(reference, tokens)[positions]
     assert got.dtype == np.float32

@@ -60,7 +60,7 @@ class ModelConfig:
             value = getattr(self, name)
             if value % granule or (name == "head_dim" and value != granule):
                 raise ValueError(
-                    f"config.json: {name} {value} must be a multiple of {granule} for the GPU kernels"
+                    f"config.json: {name} {value} must be a multiple of {granule} on a GPU"
                 )
         if self.num_attention_heads > 8 * self.num_key_value_heads:
             raise ValueError(

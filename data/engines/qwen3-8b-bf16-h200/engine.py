@@ -35,7 +35,7 @@ def load(
     rank: int = 0,
     world: int = 1,
 ) -> "Engine":
-    """Opens a Hugging Face folder; ValueError names the argument, tensor or config field at fault."""
+    """Opens a Hugging Face folder; ValueError names the argument, tensor or field at fault."""
     folder = Path(checkpoint)
     config = ModelConfig.from_folder(folder)
     _check_arguments(config, device, max_batch, max_context, rank, world)
@@ -199,7 +199,9 @@ class Engine:
             self.running.append(self.waiting.popleft())
 
     def _start(self, request: Request) -> bool:
-        """Gives a request a slot and pages for all its tokens, shared ones first; False if there are too few."""
+        """Gives a request a slot and pages for all its tokens, shared ones first; False if there
+        are too few.
+        """
         digests = page_digests(request.tokens, request.digests)
         shared = self.pool.match(digests[: (len(request.tokens) - 1) // PAGE])
         count = -(-len(request.tokens) // PAGE) - len(shared)
@@ -217,7 +219,9 @@ class Engine:
         return True
 
     def _make_room(self, count: int, keep: Request | None = None) -> None:
-        """Until `count` pages are free, the youngest request goes back to the queue, with its tokens."""
+        """Until `count` pages are free, the youngest request goes back to the queue, with its
+        tokens.
+        """
         while not self.pool.can_allocate(count):
             while self.in_flight:  # a request that starts again must know all its tokens
                 self._collect(self.in_flight.popleft())
@@ -245,7 +249,9 @@ class Engine:
     # Launches.
 
     def _prefill(self, budget: int) -> int:
-        """Prompt chunks in order of admission, at most `budget` tokens; returns how many launches that left."""
+        """Prompt chunks in order of admission, at most `budget` tokens; returns how many launches
+        that left.
+        """
         launches = 0
         for request in self.running:
             while not request.decoding and budget > 0:
@@ -318,7 +324,9 @@ class Engine:
                 self._finish(request)
 
     def _publish(self, request: Request) -> None:
-        """Lets other prompts find the full pages that this request has computed and whose tokens are known."""
+        """Lets other prompts find the full pages that this request has computed and whose tokens
+        are known.
+        """
         full = min(request.num_computed, len(request.tokens)) // PAGE
         request.digests = page_digests(request.tokens, request.digests)
         for page, digest in list(zip(request.pages, request.digests, strict=False))[:full]:

@@ -44,16 +44,16 @@ class Model:
     def decode(
         self, tokens: torch.Tensor, positions: torch.Tensor, block_table: torch.Tensor
     ) -> torch.Tensor:
-        """Logits [M, V] after one more token per row: tokens [M] int64, positions [M] int32, block_table [M, pages]."""
+        """Logits [M, V] after one more token per row: tokens [M] int64, positions [M] int32,
+        block_table [M, pages].
+        """
         ops, eps = self.operators, self.config.rms_norm_eps
         row = ops.weigh_rows(self.weights.embedding, tokens, self.weights.layers[0].input_norm)
         for layer, next_norm, keys, values in self._layers:
             residual, x, squares = row
             qkv = ops.qkv_product(x, squares, layer.qkv, eps)
             past = (self.rope, keys, values, block_table, positions)
-            heads = ops.decode_attention(
-                qkv, layer.q_norm, layer.k_norm, *past, eps, next_weight=layer.output
-            )
+            heads = ops.decode_attention(qkv, layer.q_norm, layer.k_norm, *past, eps)
             row = self._finish_layer(heads, residual, layer, next_norm)
         return ops.head_product(*row[1:], self.weights.head, eps)
 
@@ -74,8 +74,8 @@ class Model:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs a chunk [T] at positions start.. through all layers but the last one's second half.
 
-        Returns that layer's attention output [T, heads * D] and residual [T, H]: `logits` finishes only the rows asked
-        for, which saves 2 % of a prompt's arithmetic.
+        Returns that layer's attention output [T, heads * D] and residual [T, H]: `logits` finishes
+        only the rows asked for, which saves 2 % of a prompt's arithmetic.
         """
         ops, eps = self.operators, self.config.rms_norm_eps
         residual = F.embedding(tokens, self.weights.embedding)

@@ -1,8 +1,10 @@
-"""Each operator of the engine in plain torch, for any float dtype: the specification, and what runs without a GPU.
+"""Each operator of the engine in plain torch, for any float dtype: the specification, and what runs
+without a GPU.
 
-Shapes: T or M tokens (rows), H hidden size, N outputs, D head dimension, V vocabulary. A "weighted" row is
-residual * norm_weight, not yet divided by the row's root mean square; `squares` [M, H / 32] holds the sums of
-residual^2 over 32 columns each, so that whoever multiplies the row can scale its result instead.
+Shapes: T or M tokens (rows), H hidden size, N outputs, D head dimension, V vocabulary. A "weighted"
+row is residual * norm_weight, not yet divided by the row's root mean square; `squares` [M, H / 32]
+holds the sums of residual^2 over 32 columns each, so that whoever multiplies the row can scale its
+result instead.
 """
 
 import torch
@@ -35,14 +37,18 @@ def _multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def weigh_rows(
     source: torch.Tensor, rows: torch.Tensor, norm_weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """residual = source[rows] [M, H], its weighted row and squares. `source` is the embedding or a residual."""
+    """residual = source[rows] [M, H], its weighted row and squares. `source` is the embedding or a
+    residual.
+    """
     return _weighted(source[rows].to(_sum_dtype(source.dtype)), norm_weight)
 
 
 def scaled_product(
     x: torch.Tensor, squares: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """rmsnorm(residual) @ weight.T [M, N] in float32 or wider, from the weighted rows x [M, H]; weight [N, H]."""
+    """rmsnorm(residual) @ weight.T [M, N] in float32 or wider, from the weighted rows x [M, H];
+    weight [N, H].
+    """
     return _multiply(x, weight) * _row_scale(squares, x.shape[1], eps)
 
 
@@ -56,7 +62,9 @@ def gate_up_product(
 def residual_product(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """residual + x @ weight.T [M, H], its weighted row for the next norm, and squares; weight [H, K]."""
+    """residual + x @ weight.T [M, H], its weighted row for the next norm, and squares; weight [H,
+    K].
+    """
     return _weighted(residual + _multiply(x, weight), norm_weight)
 
 
@@ -98,7 +106,9 @@ def _gather(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tens
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int) -> torch.Tensor:
-    """Causal attention of queries [T, heads, D] at positions first.. over k, v [kv heads, length, D]."""
+    """Causal attention of queries [T, heads, D] at positions first.. over k, v [kv heads, length,
+    D].
+    """
     group = q.shape[1] // k.shape[0]
     k, v = (x.to(q.dtype).repeat_interleave(group, 0) for x in (k, v))
     scores = torch.einsum("thd,hsd->hts", q, k) * q.shape[-1] ** -0.5
@@ -119,12 +129,12 @@ def decode_attention(
     block_table: torch.Tensor,
     positions: torch.Tensor,
     eps: float,
-    next_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One new token per row: norm, rotate, write its key and value into the pages, attend; out [M, heads * D].
+    """One new token per row: norm, rotate, write its key and value into the pages, attend; out [M,
+    heads * D].
 
-    qkv [M, (heads + 2 kv heads) * D]; caches [pages, kv heads, 64, D]; block_table [M, pages] and positions [M] int32.
-    next_weight is what the step reads next: a kernel may fetch it early.
+    qkv [M, (heads + 2 kv heads) * D]; caches [pages, kv heads, 64, D]; block_table [M, pages] and
+    positions [M] int32.
     """
     q, k, v = _split_heads(qkv, q_norm, k_norm, rope, positions, k_cache.shape[1], eps)
     pages = block_table.gather(1, (positions.long() // k_cache.shape[2])[:, None])[:, 0]
@@ -149,8 +159,10 @@ def rotate_and_store(
     count: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """Queries [T, heads * D] of one sequence's chunk at positions start.., normed and rotated; its keys and values go
-    into the pages of block_table [1, pages]. start, count int32 [1]; rows from `count` on are padding."""
+    """Queries [T, heads * D] of one sequence's chunk at positions start.., normed and rotated; its
+    keys and values go into the pages of block_table [1, pages]. start, count int32 [1]; rows from
+    `count` on are padding.
+    """
     positions = start + torch.arange(qkv.shape[0], device=qkv.device).clamp(max=int(count) - 1)
     q, k, v = _split_heads(qkv, q_norm, k_norm, rope, positions, k_cache.shape[1], eps)
     real = positions[: int(count)]
@@ -168,7 +180,9 @@ def prefill_attention(
     start: torch.Tensor,
     count: torch.Tensor,
 ) -> torch.Tensor:
-    """Causal attention [T, heads * D] of a chunk over its pages, its own tokens stored before; padding rows are zero."""
+    """Causal attention [T, heads * D] of a chunk over its pages, its own tokens stored before;
+    padding rows are zero.
+    """
     first, rows = int(start), int(count)
     keys, values = (_gather(cache, block_table[0], first + rows) for cache in (k_cache, v_cache))
     q = query[:rows].unflatten(1, (-1, k_cache.shape[3])).to(_sum_dtype(query.dtype))

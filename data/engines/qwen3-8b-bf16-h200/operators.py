@@ -15,8 +15,9 @@ from .config import PAGE, ModelConfig
 class Operator:
     """`naive` and `kernel` take the same arguments and return the same tensors.
 
-    inputs(config, rows, context, generator, device, dtype) draws arguments: `rows` tokens (at most 32 for decode
-    operators, a multiple of 64 for prefill), `context` past tokens. `mutated` names the arguments that a call also writes.
+    inputs(config, rows, context, generator, device, dtype) draws arguments: `rows` tokens (at most
+    32 for decode operators, a multiple of 64 for prefill), `context` past tokens. `mutated` names
+    the arguments that a call also writes.
     """
 
     naive: Callable[..., Any]
@@ -105,7 +106,7 @@ def _residual_inputs(width: Callable[[ModelConfig], int]):
 
 
 def _cache_inputs(c: ModelConfig, d: _Draw, sequences: int, length: int) -> dict[str, Any]:
-    """Caches whose tail is not a number, with pages in shuffled order."""
+    """Caches with their pages in shuffled order."""
     pages = -(-length // PAGE)
     order = torch.randperm(sequences * pages, generator=d.generator, device=d.device) + 1
     shape = (sequences * pages + 1, c.num_key_value_heads, PAGE, c.head_dim)

@@ -1,7 +1,8 @@
-"""Pages of the KV cache: who holds which, and which full ones may serve another prompt (prefix cache).
+"""Pages of the KV cache: who holds which, and which full ones may serve another prompt.
 
-A full page is known by the digest of all tokens up to its end. A page that nobody holds keeps its contents, and stays
-findable, until it is the one that was released longest ago and a new page is needed.
+A full page is known by the digest of all tokens up to its end. A page that nobody holds keeps its
+contents, and stays findable, until it is the one that was released longest ago and a new page is
+needed.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ from .config import PAGE
 
 
 def page_digests(tokens: Sequence[int], known: list[bytes]) -> list[bytes]:
-    """`known` continued to all full pages of `tokens`; each digest covers the page and all before it."""
+    """`known` continued to all full pages of `tokens`; a digest covers its page and all before."""
     digests = list(known)
     for at in range(len(digests) * PAGE, len(tokens) - PAGE + 1, PAGE):
         before = digests[-1] if digests else b""
@@ -65,12 +66,14 @@ class PagePool:
             self.holders[page] += 1
 
     def publish(self, page: int, digest: bytes) -> None:
-        """Makes a full page findable; the first page with this digest stays the one that is found."""
+        """Makes a full page findable; the first one with this digest stays the one found."""
         if digest not in self._page_of and page not in self._digest_of:
             self._digest_of[page], self._page_of[digest] = digest, page
 
     def release(self, pages: Sequence[int]) -> None:
-        """Gives back a sequence's pages, the last first: its beginning is the likeliest to be shared."""
+        """Gives back a sequence's pages, the last first: its beginning is the likeliest to be
+        shared.
+        """
         for page in reversed(pages):
             self.holders[page] -= 1
             assert self.holders[page] >= 0

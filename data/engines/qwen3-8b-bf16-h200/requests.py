@@ -46,7 +46,9 @@ class Request:
         self.slot, self.pages, self.num_computed = None, [], 0
 
     def needs_sampler(self) -> bool:
-        """Whether its next token is more than the arg max, or more than its log-probability is asked."""
+        """Whether its next token is more than the arg max, or more than its log-probability is
+        asked.
+        """
         hidden_stop = self.num_launched < self.params.min_tokens
         return self.params.reshapes or self.params.logprobs > 0 or hidden_stop
 

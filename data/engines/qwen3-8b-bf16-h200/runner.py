@@ -1,4 +1,6 @@
-"""What happens on the device: state of every slot, captured graphs, launches that are read one step later."""
+"""What happens on the device: state of every slot, captured graphs, launches that are read one step
+later.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,7 +45,9 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle() if self.enabled else None
 
     def capture(self, key: Any, forward: Callable[[], Any]) -> None:
-        """Runs `forward` once, so that kernels exist, then records it; its results keep their memory."""
+        """Runs `forward` once, so that kernels exist, then records it; its results keep their
+        memory.
+        """
         forward()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -61,7 +65,9 @@ class Graphs:
 
 
 class Runner:
-    """Slots 0..slots-1; a slot that takes no part is at position 0 of the scratch page and stays there."""
+    """Slots 0..slots-1; a slot that takes no part is at position 0 of the scratch page and stays
+    there.
+    """
 
     def __init__(self, model: Model, slots: int, max_context: int):
         self.model, self.device = model, str(model.weights.norm.device)
@@ -125,7 +131,9 @@ class Runner:
         return heads, residual, logits, *self.model.operators.greedy(logits)
 
     def prefill(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> tuple:
-        """Runs tokens at positions start.. of the sequence that holds `pages`: `_prefill`'s results."""
+        """Runs tokens at positions start.. of the sequence that holds `pages`: `_prefill`'s
+        results.
+        """
         size = next(size for size in CHUNKS if size >= len(tokens))
         padding = [0] * (self.chunk_table.shape[1] - len(pages))
         self._send(self.chunk, [start, len(tokens), *pages, *padding, *tokens])

@@ -1,4 +1,5 @@
-"""From logits to tokens where the arg max is not enough: penalties, bias, filters, draws. Plain torch on every device.
+"""From logits to tokens where the arg max is not enough: penalties, bias, filters, draws. Plain
+torch on every device.
 
 State per slot is dense in the vocabulary and allocated once.
 """

@@ -1,4 +1,6 @@
-"""Strict loader: every tensor of the checkpoint is used once, has the right shape and dtype, or is refused by name."""
+"""Strict loader: every tensor of the checkpoint is used once, has the right shape and dtype, or is
+refused by name.
+"""
 
 import json
 from collections.abc import Iterator
@@ -62,7 +64,8 @@ def empty_weights(c: ModelConfig, device: str, dtype: torch.dtype) -> Weights:
 def load_weights(folder: Path, c: ModelConfig, device: str, dtype: torch.dtype) -> Weights:
     """Reads model.safetensors, or the shards of its index, into `dtype` on `device`.
 
-    ValueError names a tensor that is missing, left over, twice there, or of the wrong shape or dtype.
+    ValueError names a tensor that is missing, left over, twice there, or of the wrong shape or
+    dtype.
     """
     weights = empty_weights(c, device, dtype)
     targets = dict(_targets(weights, c))

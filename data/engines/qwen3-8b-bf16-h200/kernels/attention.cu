@@ -1,10 +1,12 @@
-// One decode token per sequence against its paged KV cache, from the raw query, key and value products.
+// One decode token per sequence against its paged KV cache, from the raw query, key and value
+// products.
 //
-// A cluster of SPLITS blocks takes one key-value head of one sequence; block `rank` takes pages rank, rank + SPLITS, ...
-// Past pages are copied before the previous kernel has ended. Each block norms and rotates the GROUP query heads; the
-// block that owns the current page also norms, rotates and stores the new key and value. Each of the
-// four warps takes 16 tokens of a page: scores q k^T and p v by tensor cores, running softmax in float32; then sums over
-// warps and blocks in fixed order.
+// A cluster of SPLITS blocks takes one key-value head of one sequence; block `rank` takes pages
+// rank, rank + SPLITS, ... Past pages are copied before the previous kernel has ended. Each block
+// norms and rotates the GROUP query heads; the block that owns the current page also norms, rotates
+// and stores the new key and value. Each of the four warps takes 16 tokens of a page: scores q k^T
+// and p v by tensor cores, running softmax in float32; then sums over warps and blocks in fixed
+// order.
 //
 // Compile-time: HEADS, KV_HEADS, SPLITS, STAGES. Head dimension 128, pages of 64 tokens.
 constexpr int D = 128, PAGE = 64, WARPS = 4, THREADS = 128;
@@ -12,7 +14,6 @@ constexpr int GROUP = HEADS / KV_HEADS;
 constexpr int ROW_BYTES = D * 2;
 constexpr int PAGE_BYTES = PAGE * ROW_BYTES;
 constexpr int STAGE_BYTES = 2 * PAGE_BYTES;
-constexpr int ASKED = 8192;
 constexpr int QKV = (HEADS + 2 * KV_HEADS) * D;
 #define NEVER __int_as_float(0xff800000)  // minus infinity: the score of a token that is not seen
 static_assert(GROUP <= 8, "query heads of a group are rows of one 16-row tile");
@@ -33,7 +34,8 @@ DEVICE void load_page(u32 stage, const u16* k, const u16* v, int valid) {
 }
 
 // RMS norm of one head of 128 values, then rotation by halves; the warp writes bfloat16 to `to`.
-DEVICE void norm_rotate(const float* x, const u16* weight, const float* cosine, const float* sine, float eps, u16* to) {
+DEVICE void norm_rotate(const float* x, const u16* weight, const float* cosine, const float* sine,
+                        float eps, u16* to) {
   int lane = threadIdx.x & 31;
   float v[4], squares = 0.f;
 #pragma unroll
@@ -49,15 +51,17 @@ DEVICE void norm_rotate(const float* x, const u16* weight, const float* cosine, 
   }
 }
 
-// Scores of 16 tokens, softmax update, and their part of the output. `first` is the first token's position.
-DEVICE void attend(State& state, const u32 (&q)[D / 16][2], u32 stage, int token, int first, int last,
-                   float scale_log2) {
+// Scores of 16 tokens, softmax update, and their part of the output. `first` is the first token's
+// position.
+DEVICE void attend(State& state, const u32 (&q)[D / 16][2], u32 stage, int token, int first,
+                   int last, float scale_log2) {
   int lane = threadIdx.x & 31;
   float score[2][4] = {};
 #pragma unroll
   for (int ks = 0; ks < D / 16; ++ks) {
     u32 k[4];
-    load_matrix_x4(k, stage + swizzled<ROW_BYTES>(token + (lane & 7) + ((lane >> 4) << 3), ks * 2 + ((lane >> 3) & 1)));
+    load_matrix_x4(k, stage + swizzled<ROW_BYTES>(token + (lane & 7) + ((lane >> 4) << 3),
+                                                  ks * 2 + ((lane >> 3) & 1)));
     multiply_add(score[0], q[ks][0], 0, q[ks][1], 0, k[0], k[1]);
     multiply_add(score[1], q[ks][0], 0, q[ks][1], 0, k[2], k[3]);
   }
@@ -80,32 +84,27 @@ DEVICE void attend(State& state, const u32 (&q)[D / 16][2], u32 stage, int token
 #pragma unroll
   for (int j = 0; j < D / 16; ++j) {
     u32 v[4];
-    load_matrix_x4_transposed(v, stage + PAGE_BYTES + swizzled<ROW_BYTES>(token + (lane & 15), j * 2 + (lane >> 4)));
+    load_matrix_x4_transposed(
+        v, stage + PAGE_BYTES + swizzled<ROW_BYTES>(token + (lane & 15), j * 2 + (lane >> 4)));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float(&o)[4] = state.out[2 * j + half];
+      float (&o)[4] = state.out[2 * j + half];
       o[0] *= keep, o[1] *= keep;
       multiply_add(o, low, 0, high, 0, v[2 * half], v[2 * half + 1]);
     }
   }
 }
 
-// One stream leaves memory idle here: meanwhile the next product's weights can come into L2.
-DEVICE void ask_for_weights(const char* weight, int bytes) {
-  int block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
-  int blocks = gridDim.x * gridDim.y * gridDim.z;
-  for (int piece = block * THREADS + threadIdx.x; piece < bytes / ASKED; piece += blocks * THREADS)
-    ask_l2(weight + (u64)piece * ASKED, ASKED);
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS)
-    decode_attention(const float* qkv, const u16* __restrict__ q_norm, const u16* __restrict__ k_norm,
-                     const float* __restrict__ cosine, const float* __restrict__ sine, u16* k_cache, u16* v_cache,
-                     const int* __restrict__ block_table, const int* __restrict__ positions, u16* __restrict__ out,
-                     int table_stride, const char* next_weight, int next_bytes, float eps, float scale_log2) {
+    decode_attention(const float* qkv, const u16* __restrict__ q_norm,
+                     const u16* __restrict__ k_norm, const float* __restrict__ cosine,
+                     const float* __restrict__ sine, u16* k_cache, u16* v_cache,
+                     const int* __restrict__ block_table, const int* __restrict__ positions,
+                     u16* __restrict__ out, int table_stride, float eps, float scale_log2) {
   extern __shared__ __align__(128) char memory[];
   __shared__ u16 query[GROUP][D], fresh[2][D];
-  __shared__ float warp_max[WARPS][8], warp_sum_[WARPS][8], block_max[8], block_sum[8], block_out[GROUP][D];
+  __shared__ float warp_max[WARPS][8], warp_sum_[WARPS][8], block_max[8], block_sum[8],
+      block_out[GROUP][D];
   const int rank = blockIdx.x, head = blockIdx.y, row = blockIdx.z;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int* table = block_table + row * table_stride;
@@ -118,16 +117,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int pages = last_page < rank ? 0 : (last_page - rank) / SPLITS + 1;
   auto start = [&](int i, int page) {
     u64 at = ((u64)page * KV_HEADS + head) * PAGE * D;
-    load_page(ring + (i % STAGES) * STAGE_BYTES, k_cache + at, v_cache + at, position - (rank + i * SPLITS) * PAGE);
+    load_page(ring + (i % STAGES) * STAGE_BYTES, k_cache + at, v_cache + at,
+              position - (rank + i * SPLITS) * PAGE);
   };
 #pragma unroll
   for (int i = 0; i < STAGES; ++i) {
     if (i < pages) start(i, first_pages[i]);
     copy_commit();
   }
-  if (pages <= STAGES) let_next_kernel_start();  // later, its weights would compete with these pages
+  if (pages <= STAGES)
+    let_next_kernel_start();  // later, its weights would compete with these pages
   wait_for_previous_kernel();
-  ask_for_weights(next_weight, next_bytes);
 
   const float* mine = qkv + (u64)row * QKV;
   const float *c = cosine + (u64)position * (D / 2), *s = sine + (u64)position * (D / 2);
@@ -157,13 +157,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     copy_wait<STAGES - 1>();
     __syncthreads();
     if (page == last_page) {
-      u32 at = stage + swizzled<ROW_BYTES>(position % PAGE, threadIdx.x / 8) + (threadIdx.x % 8) * 2;
+      u32 at =
+          stage + swizzled<ROW_BYTES>(position % PAGE, threadIdx.x / 8) + (threadIdx.x % 8) * 2;
       *(u16*)(memory + at) = fresh[0][threadIdx.x];
       *(u16*)(memory + at + PAGE_BYTES) = fresh[1][threadIdx.x];
       __syncthreads();
     }
     int token = warp * 16;
-    if (page * PAGE + token <= position) attend(state, q, ring + stage, token, page * PAGE + token, position, scale_log2);
+    if (page * PAGE + token <= position)
+      attend(state, q, ring + stage, token, page * PAGE + token, position, scale_log2);
     if (i + STAGES < pages) {
       __syncthreads();
       start(i + STAGES, table[page + STAGES * SPLITS]);
@@ -182,7 +184,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (t == 0) warp_max[warp][g] = state.max, warp_sum_[warp][g] = state.sum;
 #pragma unroll
     for (int j = 0; j < D / 8; ++j)
-      *(float2*)&parts[(warp * GROUP + g) * D + j * 8 + t * 2] = make_float2(state.out[j][0], state.out[j][1]);
+      *(float2*)&parts[(warp * GROUP + g) * D + j * 8 + t * 2] =
+          make_float2(state.out[j][0], state.out[j][1]);
   }
   __syncthreads();
   for (int h = 0; h < GROUP; ++h) {
@@ -198,7 +201,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 
   // Blocks of the cluster into one; each finishes its share of the GROUP * D outputs.
-  if (SPLITS > 1) cluster_sync(); else __syncthreads();
+  if (SPLITS > 1)
+    cluster_sync();
+  else
+    __syncthreads();
   constexpr int SHARE = GROUP * D / SPLITS;
   for (int e = threadIdx.x; e < SHARE; e += THREADS) {
     int h = (rank * SHARE + e) / D, d = (rank * SHARE + e) % D;

@@ -8,7 +8,6 @@ import torch
 from .cuda import CudaKernel
 
 STAGES = 3
-ASKING_ROWS = 4  # with more, the pages alone keep memory busy
 STAGE_BYTES = 2 * 64 * 128 * 2
 
 
@@ -33,7 +32,6 @@ def decode_attention(
     block_table: torch.Tensor,
     positions: torch.Tensor,
     eps: float,
-    next_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See naive.decode_attention."""
     rows, kv_heads, dim = qkv.shape[0], k_cache.shape[1], k_cache.shape[3]
@@ -41,10 +39,8 @@ def decode_attention(
     out = torch.empty(rows, heads * dim, dtype=torch.bfloat16, device=qkv.device)
     splits = _splits(rows, kv_heads)
     scale_log2 = dim**-0.5 * math.log2(math.e)
-    ask = next_weight is not None and rows <= ASKING_ROWS
-    ahead = (next_weight, next_weight.nbytes) if ask else (None, 0)
     past = (*rope, k_cache, v_cache, block_table, positions)
-    settings = (block_table.stride(0), *ahead, eps, scale_log2)
+    settings = (block_table.stride(0), eps, scale_log2)
     kernel = _kernel(heads, kv_heads, splits)
     kernel((splits, kv_heads, rows), qkv, q_norm, k_norm, *past, out, *settings)
     return out

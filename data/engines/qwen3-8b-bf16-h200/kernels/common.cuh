@@ -1,4 +1,5 @@
-// PTX in small functions: what the decode kernels share. No headers, so that NVRTC needs no include path.
+// PTX in small functions: what the decode kernels share. No headers, so that NVRTC needs no include
+// path.
 typedef unsigned short u16;  // a bfloat16 as bits
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -9,12 +10,9 @@ DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(
 
 // 16 bytes from global to shared memory, past L1; `bytes` below 16 fills the rest with zeros.
 DEVICE void copy_async(u32 to, const void* from, int bytes = 16) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(bytes)
                : "memory");
-}
-// Asks for `bytes` (a multiple of 16) to be brought into L2.
-DEVICE void ask_l2(const void* from, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
@@ -22,20 +20,26 @@ DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Programmatic dependent launch. Every thread waits before its first read of what an earlier kernel of the step
-// wrote, and before its first write; only weights, past KV pages and tables are read earlier. What an earlier kernel
-// wrote is never declared __restrict__: the compiler could then move its loads before the wait.
-DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Programmatic dependent launch. Every thread waits before its first read of what an earlier kernel
+// of the step wrote, and before its first write; only weights, past KV pages and tables are read
+// earlier. What an earlier kernel wrote is never declared __restrict__: the compiler could then
+// move its loads before the wait.
+DEVICE void let_next_kernel_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
 DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 DEVICE void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
 }
 // What thread block `rank` of this cluster holds at the same shared address.
 DEVICE float load_from_rank(const float* p, int rank) {
   u32 address;
   float value;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(address)
+               : "r"(shared_address(p)), "r"(rank));
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
   return value;
 }
@@ -43,7 +47,9 @@ DEVICE float load_from_rank(const float* p, int rank) {
 DEVICE float4 load_from_rank(const float4* p, int rank) {
   u32 address;
   float4 v;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(address)
+               : "r"(shared_address(p)), "r"(rank));
   asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
                : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                : "r"(address)
@@ -58,7 +64,10 @@ DEVICE void load_matrix_x4(u32 (&r)[4], u32 address) {
                : "memory");
 }
 DEVICE void load_matrix_x2(u32 (&r)[2], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(address) : "memory");
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(address)
+               : "memory");
 }
 DEVICE void load_matrix_x4_transposed(u32 (&r)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -70,7 +79,8 @@ DEVICE void load_matrix_x4_transposed(u32 (&r)[4], u32 address) {
 // d[16 x 8] += a[16 x 16] b[16 x 8], bfloat16 in, float32 sums.
 DEVICE void multiply_add(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
@@ -94,7 +104,8 @@ DEVICE float warp_sum(float v) {
   return v;
 }
 
-// Byte offset of 16-byte chunk `chunk` of row `row`; the exclusive-or spreads eight rows over all 32 banks.
+// Byte offset of 16-byte chunk `chunk` of row `row`; the exclusive-or spreads eight rows over all
+// 32 banks.
 template <int ROW_BYTES>
 DEVICE u32 swizzled(int row, int chunk) {
   return row * ROW_BYTES + ((chunk ^ (row & 7)) << 4);

@@ -1,7 +1,8 @@
 """CUDA C++ at run time: NVRTC compiles a source file for this GPU, the driver launches it.
 
-ctypes on two libraries that torch already brings; a launch asks for programmatic dependent launch, so a kernel may
-begin before the one before it in the stream has ended (both kernels say in their source where they depend).
+ctypes on two libraries that torch already brings; a launch asks for programmatic dependent launch,
+so a kernel may begin before the one before it in the stream has ended (both kernels say in their
+source where they depend).
 """
 
 import ctypes
@@ -72,7 +73,8 @@ def compile_cubin(source: str, defines: dict[str, int], arch: str) -> bytes:
     code = lib.nvrtcCompileProgram(program, len(flags), options)
     if code:
         raise RuntimeError(
-            f"{source} {defines}: {_text(lib.nvrtcGetProgramLogSize, lib.nvrtcGetProgramLog, program)}"
+            f"{source} {defines}: "
+            + _text(lib.nvrtcGetProgramLogSize, lib.nvrtcGetProgramLog, program)
         )
     cubin = _bytes(lib.nvrtcGetCUBINSize, lib.nvrtcGetCUBIN, program)
     lib.nvrtcDestroyProgram(ctypes.byref(program))
@@ -92,7 +94,9 @@ def _text(size_of, get, program) -> str:
 
 
 class CudaKernel:
-    """One compiled kernel: `kernel(grid, *arguments)`; tensors pass as pointers, int and float as 32 bits."""
+    """One compiled kernel: `kernel(grid, *arguments)`; tensors pass as pointers, int and float as
+    32 bits.
+    """
 
     def __init__(
         self,

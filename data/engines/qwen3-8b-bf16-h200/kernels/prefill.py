@@ -1,4 +1,6 @@
-"""Triton kernels of prefill: norm, rotation and cache write of a chunk, and its causal attention over KV pages."""
+"""Triton kernels of prefill: norm, rotation and cache write of a chunk, and its causal attention
+over KV pages.
+"""
 
 import math
 
@@ -10,7 +12,8 @@ import triton.language as tl
 @triton.jit
 def _store_kernel(
     qkv, q_norm, k_norm, cosine, sine, query, k_cache, v_cache, table, start_at, count_at, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -98,7 +101,8 @@ def _attend_pages(
 @triton.jit
 def _attention_kernel(
     query, k_cache, v_cache, table, start_at, count_at, out, scale_log2,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first
     head = tl.program_id(0)
@@ -160,13 +164,16 @@ def prefill_attention(
     start: torch.Tensor,
     count: torch.Tensor,
 ) -> torch.Tensor:
-    """See naive.prefill_attention; rows must be a multiple of 64. Rows from `count` on are undefined."""
+    """See naive.prefill_attention; rows must be a multiple of 64. Rows from `count` on are
+    undefined.
+    """
     _, kv_heads, page, dim = k_cache.shape
     heads = query.shape[1] // dim
     block = 128 if query.shape[0] > 512 and query.shape[0] % 128 == 0 else 64  # short: more blocks
     out = torch.empty_like(query)
     _attention_kernel[(heads, query.shape[0] // block)](
         query, k_cache, v_cache, block_table, start, count, out, dim**-0.5 * math.log2(math.e),
-        HEADS=heads, KV_HEADS=kv_heads, PAGE=page, D=dim, BLOCK=block, num_warps=block // 16, num_stages=3,
+        HEADS=heads, KV_HEADS=kv_heads, PAGE=page, D=dim, BLOCK=block,
+        num_warps=block // 16, num_stages=3,
     )  # fmt: skip
     return out

@@ -56,7 +56,7 @@ def _add_norm_kernel(
 def add_norm(
     residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See naive.add_norm; the sum takes the memory of `residual`, which then often still is in L2."""
+    """See naive.add_norm; the sum takes the memory of `residual`, often still in L2."""
     count, width = residual.shape
     out = torch.empty_like(residual, dtype=torch.bfloat16)
     block = triton.next_power_of_2(width)

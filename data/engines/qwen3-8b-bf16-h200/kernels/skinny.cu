@@ -1,13 +1,13 @@
-// y[m, n] = sum over k of x[m, k] w[n, k], for at most 32 tokens m: each weight is read once, at the
-// rate of memory.
+// y[m, n] = sum over k of x[m, k] w[n, k], for at most 32 tokens m: each weight is read once, at
+// the rate of memory.
 //
 // A thread block takes PASSES tiles of ROWS rows of w, one after the other; a cluster of CLUSTER
-// blocks shares a tile and splits k. Weights stream through a ring of STAGES shared-memory stages by
-// asynchronous copies; a ring of 200 KB keeps enough of them in flight that all multiprocessors are
-// served alike. LEAD steps before a block has asked for its last weights the next kernel of the step
-// may start: wherever a block has ended, the next one's fills its ring while others still drain.
-// Tensor cores multiply 16 rows by 8 tokens by 16 k; WR warps split the rows, WK warps the k of a
-// stage. Sums over warps and blocks run in fixed order.
+// blocks shares a tile and splits k. Weights stream through a ring of STAGES shared-memory stages
+// by asynchronous copies; a ring of 200 KB keeps enough of them in flight that all multiprocessors
+// are served alike. LEAD steps before a block has asked for its last weights the next kernel of the
+// step may start: wherever a block has ended, the next one's fills its ring while others still
+// drain. Tensor cores multiply 16 rows by 8 tokens by 16 k; WR warps split the rows, WK warps the k
+// of a stage. Sums over warps and blocks run in fixed order.
 //
 // Input norm: x holds r * norm_weight in bfloat16, not yet normalised; its row scale 1 / rms(r) is
 // applied to the float32 sums. sumsq_in[m, slot] are the sums of r^2 over 32 columns each.
@@ -15,7 +15,7 @@
 // Compile-time: K, TOKENS (a power of two), ROWS, CLUSTER, PASSES, BK, STAGES, WR, WK, LEAD, MODE.
 #define MODE_SCALE 0     // out[m, n] = scale * y, float32
 #define MODE_RESIDUAL 1  // residual += y; out = bfloat16(residual * norm_weight); sumsq_out
-#define MODE_SILU 2      // out = silu(gate) * up, bfloat16; rows n and n + n_out of w are gate and up
+#define MODE_SILU 2  // out = silu(gate) * up, bfloat16; rows n and n + n_out of w are gate and up
 
 constexpr int NT = TOKENS > 8 ? TOKENS / 8 : 1;  // groups of 8 tokens
 constexpr int WARPS = WR * WK;
@@ -34,7 +34,8 @@ constexpr int OUT_ROWS = (MODE == MODE_SILU ? ROWS / 2 : ROWS) / CLUSTER;  // a 
 constexpr int QUADS = OUT_ROWS / 4;   // a thread finishes four neighbours
 constexpr int SUM_STRIDE = ROWS + 4;  // floats; the 4 keep eight lanes' stores off one bank
 constexpr int SUM_BYTES = WK * NT * 8 * SUM_STRIDE * 4;
-constexpr int SUMS_AT = PASSES > 1 ? STAGES * STAGE_BYTES : 0;  // with one pass the ring is free then
+constexpr int SUMS_AT =
+    PASSES > 1 ? STAGES * STAGE_BYTES : 0;  // with one pass the ring is free then
 static_assert(COPIES * THREADS == ROWS * CHUNKS && THREADS % CHUNKS == 0, "copies divide evenly");
 static_assert(STEPS * BK == KC && KC * CLUSTER == K, "k divides evenly");
 static_assert((BK / 16) % WK == 0 && TILES * 16 * WR == ROWS, "warps divide the tile");
@@ -147,7 +148,8 @@ DEVICE float4 total(const float* sums, int token, int row) {
 }
 
 // 1 / rms of each token's residual, from its sums of squares in their fixed order.
-DEVICE void row_scales(float* scale, const float* sumsq, int tokens, float eps, int warp, int lane) {
+DEVICE void row_scales(float* scale, const float* sumsq, int tokens, float eps, int warp,
+                       int lane) {
   for (int m = warp; m < tokens; m += WARPS) {
     float s = 0.f;
 #pragma unroll
@@ -178,8 +180,9 @@ DEVICE void finish_silu(u16* out, const float* sums, const float* scale, int tok
     float4 g = total(sums, m, row), u = total(sums, m, row + 8);
     float s = scale[m];
     if (n < n_out)
-      *(uint2*)&out[(u64)m * n_out + n] = make_uint2(pack_bf16(silu(s * g.x) * s * u.x, silu(s * g.y) * s * u.y),
-                                                     pack_bf16(silu(s * g.z) * s * u.z, silu(s * g.w) * s * u.w));
+      *(uint2*)&out[(u64)m * n_out + n] =
+          make_uint2(pack_bf16(silu(s * g.x) * s * u.x, silu(s * g.y) * s * u.y),
+                     pack_bf16(silu(s * g.z) * s * u.z, silu(s * g.w) * s * u.w));
   }
 }
 
@@ -193,8 +196,8 @@ struct Residual {
     at = token * n_out + n;
     if (token < tokens) value = *(const float4*)&residual[at];
   }
-  DEVICE void finish(const float* sums, float* residual, u16* out, const u16* norm_weight, float* sumsq,
-                     int tokens, int n_out, int rank) const {
+  DEVICE void finish(const float* sums, float* residual, u16* out, const u16* norm_weight,
+                     float* sumsq, int tokens, int n_out, int rank) const {
     float squares = 0.f;
     if (token < tokens) {
       float4 y = total(sums, token, rank * OUT_ROWS + threadIdx.x % QUADS * 4);
@@ -232,7 +235,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (s < TOTAL) ring.load_tokens(s);
     copy_commit();
   }
-  const Residual residual(residual_in, MODE == MODE_RESIDUAL ? tokens : 0, n_out, ring.tile(0), rank);
+  const Residual residual(residual_in, MODE == MODE_RESIDUAL ? tokens : 0, n_out, ring.tile(0),
+                          rank);
 
   float sum[TILES][NT][4] = {};
   for (int step = 0; step < TOTAL; ++step) {
@@ -254,7 +258,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         __syncthreads();
       }
       store_sums(sums, sum, wr, wk, lane);
-      if (CLUSTER > 1) cluster_sync(); else __syncthreads();
+      if (CLUSTER > 1)
+        cluster_sync();
+      else
+        __syncthreads();
       int tile = ring.tile(step);
       if (MODE == MODE_SCALE) finish_scaled((float*)out, sums, scale, tokens, n_out, tile, rank);
       if (MODE == MODE_SILU) finish_silu((u16*)out, sums, scale, tokens, n_out, tile);

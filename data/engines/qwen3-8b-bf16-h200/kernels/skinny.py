@@ -41,7 +41,7 @@ SHAPES = {
     },
     "residual": {
         4: Shape(32, 512, 6, 2, 8),
-        8: Shape(32, 512, 5, 2, 4),
+        8: Shape(32, 512, 5, 2, 8),
         16: Shape(64, 128, 8, 2, 4, cluster=2),
         32: Shape(64, 256, 4, 2, 4, cluster=2),
     },
