@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from metainfer_lab.checkpoints import fp8, modelopt, nvfp4, variants
+from metainfer_lab.checkpoints.planted_qwen36 import planted_qwen36
 from metainfer_lab.checkpoints.tiny_qwen36 import tiny_qwen36
 from metainfer_lab.engine import Engine
 from metainfer_lab.oracle import Oracle
@@ -284,3 +285,18 @@ def test_it_answers_in_its_own_process():
         _, ids = engine.process.score([1, 2, 3], [2], routing=True)
     assert said.tokens == again.tokens and 1 <= len(said.tokens) <= 5
     assert ids.shape == (4, 3, 2)
+
+
+@pytest.mark.parametrize("kind", ["plain", "quantised"])
+def test_planted_text_is_said_to_the_letter(kind, oracle, tmp_path):
+    made = planted_qwen36(SEED, tmp_path / "planted", quantised=kind == "quantised", oracle=oracle)
+    rng = np.random.default_rng(SEED)
+    prompts = [rng.integers(0, 200, length).tolist() for length in (6, 20, 75, 150, 33)]
+    engine, answers = load(made.folder, max_batch=3), {}
+    for prompt in prompts:
+        engine.submit(prompt, {"max_new_tokens": 40, "ignore_eos": True})
+    for request, token, logprob, _, _ in run(engine):
+        answers.setdefault(request, []).append(token)
+        assert logprob > math.log(0.5)
+    assert list(answers.values()) == [made.text(prompt, 40) for prompt in prompts]
+    assert len({token for answer in answers.values() for token in answer}) > 40
