@@ -75,9 +75,11 @@ class Instruction(NamedTuple):
 
     @property
     def is_stream(self) -> bool:
-        """Whether it brings 16 bytes or more of a lane from global memory, or a whole tile."""
-        wide = self.name in {"LDG", "LDGSTS"} and access_bytes(self.opcode) >= _WIDE
-        return wide or self.name in {"UBLKCP", "UTMALDG"}
+        """Whether every lane brings 16 bytes or more from global memory.
+
+        A bulk copy is asked for by one lane of one warp: others do not pass it.
+        """
+        return self.name in {"LDG", "LDGSTS"} and access_bytes(self.opcode) >= _WIDE
 
     def __str__(self) -> str:
         guard = f"@{self.predicate} " if self.predicate else ""
