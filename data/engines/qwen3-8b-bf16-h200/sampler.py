@@ -62,8 +62,11 @@ class Sampler:
         self.used.add(target)
 
     def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> tuple[torch.Tensor, ...]:
-        """Tokens [M] with log-probabilities [M], and the most likely ids and log-probabilities
-        [M, 20], all of the model's own distribution; logits [M, V] float32, a row per request."""
+        """Tokens [M] and their log-probabilities under the model's own distribution; where a request
+        asks for them also the 20 likeliest ids and log-probabilities [M, 20].
+
+        logits [M, V] float32, a row per request.
+        """
         slots = torch.tensor([request.slot for request in requests], device=logits.device)
         own = logits.log_softmax(-1)
         adjusted = self._adjusted(logits, slots, requests)
@@ -73,8 +76,11 @@ class Sampler:
             tokens[drawn] = _draw(adjusted[drawn], [requests[row] for row in drawn])
         self.counts[slots, tokens] += 1
         self.used.update(request.slot for request in requests)
+        results = (tokens, own.gather(1, tokens[:, None])[:, 0])
+        if not any(request.params.logprobs for request in requests):
+            return results
         top, ids = own.sort(dim=-1, descending=True, stable=True)
-        return tokens, own.gather(1, tokens[:, None])[:, 0], ids[:, :MAX_TOP], top[:, :MAX_TOP]
+        return *results, ids[:, :MAX_TOP], top[:, :MAX_TOP]
 
     def _adjusted(self, logits: torch.Tensor, slots: torch.Tensor, requests: Sequence[Request]):
         def column(values: list[float]) -> torch.Tensor:
