@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,11 +103,12 @@ def quantise(
     dims: ModelDims,
     amax: Mapping[str, float],
     rng: np.random.Generator,
+    shifts: Sequence[int] = SHIFTS,
 ) -> dict[str, torch.Tensor]:
     """Tensors of the mixed layout from those of the plain one (experts fused).
 
     amax: module (named as in the text model alone) -> largest |input|. NVFP4 global scales are
-    shifted, so that block scales take E4M3's whole range.
+    shifted, so that block scales take E4M3's whole range; the least ones cost precision.
     """
     made = dict(tensors)
     for module, form, parameter, rows, expert in matrices(dims):
@@ -115,7 +116,7 @@ def quantise(
         weight = tensors[parameter.name]
         weight = weight if expert is None else weight[expert, rows]
         bound = amax[module.replace(text_prefix(dims), "model.", 1)]
-        shift = int(rng.choice(SHIFTS)) if form == "nvfp4" else 0
+        shift = int(rng.choice(shifts)) if form == "nvfp4" else 0
         made |= {f"{module}.{k}": v for k, v in stored(weight, form, bound, shift).items()}
     return made
 

@@ -106,7 +106,7 @@ def planted_qwen36(
         return Planted(write(folder, config, tensors, shards=1), codes.permutations)
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
     amax = calibrate(config, tensors, rng, oracle)
-    packed = modelopt.quantise(tensors, dims, amax, rng)
+    packed = modelopt.quantise(tensors, dims, amax, rng, shifts=(0, 4, 8))
     write(folder, modelopt.quantised_config(config), packed, shards=1)
     return Planted(folder, codes.permutations)
 
@@ -129,8 +129,10 @@ def _cycle(size: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def _quieten(tensors: Tensors) -> None:
-    """Make small what every block adds to the residual stream."""
+    """Make small what every block adds to the residual stream, and keep norms away from zero."""
     for name, tensor in tensors.items():
+        if "norm" in name and "linear_attn" not in name:
+            tensor.clamp_(-0.4, 0.4)  # what is planted behind a norm is divided by 1 + w
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
             tensor *= NOISE
 
@@ -150,9 +152,11 @@ class Planter:
         row, column, tail = np.unravel_index(np.arange(VOCAB), SIZES)
         digits = c.row[row] + c.column[column] + c.tail[tail] + c.always
         self.tensors[f"{self.prefix}embed_tokens.weight"] = digits
-        default = 0.5 * torch.from_numpy(column == 0)[:, None] * c.always  # of an empty state
-        written = c.next_row[row] + c.next_column[column] + c.next_tail[tail] + default
-        self.tensors["lm_head.weight"] = 4 * self._unweigh("norm", written)
+        # Column 0 stands for an empty state at half a column's strength, so columns count more.
+        default = 0.5 * torch.from_numpy(column == 0)[:, None] * c.always
+        columns = c.next_column[column] + default
+        written = 5 * c.next_row[row] + 7 * columns + 3 * c.next_tail[tail]
+        self.tensors["lm_head.weight"] = self._unweigh("norm", written)
 
     def state(self) -> None:
         """Value head 0 of the first DeltaNet keeps a column, one-hot, under one constant key."""
@@ -195,6 +199,7 @@ class Planter:
         ffn = down.shape[-1]
         gate_up[:ROWS, 0], gate_up[:ROWS, ffn] = OPEN * always, always
         size = self.dims.hidden_size / 4  # of `always`, read after the norm and squared
+        down[:ROWS] = 0  # four bits are not enough for a planted weight and its drawn neighbours
         down[:ROWS, :, 0] = c.next_row[c.permutations[0]] / (OPEN * size)
 
     def attention(self) -> None:
