@@ -54,14 +54,13 @@ NormArgs = _struct(
 DeltaArgs = _struct(
     "DeltaArgs",
     "qkv ab conv a_log dt_bias norm row_slot position ring state o gated",
-    ints="ld ld_ab",
+    ints="rows ld ld_ab",
     floats="eps",
 )
 PrefillArgs = _struct(
     "PrefillArgs",
-    "qkv ab conv a_log dt_bias ring state mixed gates o",
-    longs="start",
-    ints="rows ld ld_ab",
+    "qkv ab conv a_log dt_bias ring state mixed gates o where",
+    ints="ld ld_ab",
 )
 AttentionArgs = _struct(
     "AttentionArgs",

@@ -24,6 +24,7 @@ from .steps import (
 from .weights import Weights
 
 BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32)
+PREFILL_SIZES = (64, 128, 256, 512, 1024)
 RING = 8  # results on their way to the host
 
 
@@ -38,6 +39,39 @@ class Picked:
         self._event.synchronize()
         tokens, bits = self._buffer[:, : self._rows]
         return tokens.tolist(), bits.view(torch.float32).tolist()
+
+
+class PrefillGraph:
+    """A captured prompt of up to `rows` tokens that begins at position 0, head included."""
+
+    def __init__(self, runner: "CudaRunner", rows: int, pool) -> None:
+        self.rows, self.runner = rows, runner
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=runner.device)
+        self.where = torch.tensor([runner.cache.scratch, 0, rows], device=runner.device)
+        self.host = torch.zeros(rows + 3, dtype=torch.int64).pin_memory()
+        self.copied: torch.cuda.Event | None = None
+        self._body()  # warms up whatever the capture must not do
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=pool):
+            self._body()
+
+    def _body(self) -> None:
+        hidden = self.runner.prefill_rows(self.tokens, self.where, 0)
+        self.runner.slots.position.index_copy_(0, self.where[:1], self.where[2:])
+        self.runner.head(hidden.index_select(0, self.where[2:] - 1))
+
+    def replay(self, slot: int, tokens: list[int]) -> None:
+        """Logits of the last token land in the runner's buffers."""
+        if self.copied is not None:
+            self.copied.synchronize()  # the copies below read this pinned memory
+        self.host[: len(tokens)] = torch.tensor(tokens)
+        self.host[self.rows :] = torch.tensor([slot, 0, len(tokens)])
+        self.tokens.copy_(self.host[: self.rows], non_blocking=True)
+        self.where.copy_(self.host[self.rows :], non_blocking=True)
+        self.copied = torch.cuda.Event()
+        self.copied.record()
+        self.graph.replay()
 
 
 class CudaRunner:
@@ -71,6 +105,7 @@ class CudaRunner:
         self._ring = [torch.zeros(2, MAX_ROWS, dtype=torch.int32).pin_memory() for _ in range(RING)]
         self._ring_slots = torch.zeros(RING, MAX_ROWS, dtype=torch.int32).pin_memory()
         self._next = 0
+        self.prompts: dict[int, PrefillGraph] = {}
         self._capture()
 
     def _capture(self) -> None:
@@ -85,6 +120,10 @@ class CudaRunner:
                 self.steps[rows].run(self.kernels)
             pool = pool or graph.pool()
             self.graphs[rows] = graph
+        for rows in sorted(PREFILL_SIZES, reverse=True):
+            if rows <= context_positions(self.cache):
+                self.prompts[rows] = PrefillGraph(self, rows, pool)
+        self.slots.position.zero_()
         self.buffers.touched.zero_()
 
     def start(self, slot: int, temperature: float, seed: int) -> None:
@@ -95,8 +134,8 @@ class CudaRunner:
 
     def forward(self, tokens: Tensor, segments: Segments, routing: list | None = None) -> Tensor:
         """Residual stream [T, H] of one segment; head() norms it."""
-        ((slot, start, _),) = segments
-        return self.prefill_rows(tokens, slot, start, routing)
+        where = torch.tensor(segments[0], device=self.device)
+        return self.prefill_rows(tokens, where, segments[0][1], routing)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Float32 logits [1, V] of one row of the residual stream."""
@@ -108,10 +147,14 @@ class CudaRunner:
 
     def prefill(self, slot: int, start: int, tokens: list[int], last: bool) -> Tensor | None:
         """Run prompt tokens that begin at `start`; logits [1, V] of the last row if `last`."""
+        self._in_graph = False
+        rows = [n for n in sorted(self.prompts) if n >= len(tokens)]
+        if start == 0 and rows:
+            self.prompts[rows[0]].replay(slot, tokens)
+            return self.buffers.logits[:1] if last else None
         ids = torch.tensor(tokens, device=self.device)
         hidden = self.forward(ids, [(slot, start, len(tokens))])
         self.slots.position[slot] = start + len(tokens)
-        self._in_graph = False
         return self.head(hidden[-1:]) if last else None
 
     def decode(self, slots: list[int]) -> Tensor:
@@ -160,6 +203,7 @@ class CudaRunner:
         """Drop graphs before the memory they point to."""
         torch.cuda.synchronize()
         self.graphs.clear()
+        self.prompts.clear()
         self.steps.clear()
         self.step_one = self.prefill_rows = self.buffers = None
         self.kernels.close()

@@ -17,10 +17,16 @@ BLOCK = 16
 GROUP = 128  # K elements of a group
 GROUP_CODES = 1024  # bytes of a group's codes; 128 bytes of scales follow
 
-# Bits of a half-word (sign, then magnitude from the top) of the four code pairs of a packed word.
-# Rotating right by the first entry of ROTATIONS brings three pairs under one mask; the fourth
-# pair needs its sign and its magnitude moved apart. See unpack() in kernels/mma.cuh.
-FP16_BITS = ((15, 11, 10, 9), (12, 8, 7, 6), (14, 5, 4, 3), (13, 2, 1, 0))
+# Bits (sign, then magnitude from the top) of a byte that hold its two codes: masked, the first are
+# an E4M3 number, the code times 2^-6; the second become one after two shifts. Converting four such
+# bytes to fp16 takes two instructions. See unpack_fp4() in kernels/common.cuh.
+FIRST_BITS, SECOND_BITS = (7, 4, 3, 2), (5, 6, 1, 0)
+
+
+def _code_bits(register: int, column: int) -> tuple[int, ...]:
+    """Bits of a word that hold the code of A register 0..3, element 0..1."""
+    base = 16 * (register % 2) + 8 * column
+    return tuple(base + bit for bit in (FIRST_BITS if register < 2 else SECOND_BITS))
 
 
 @dataclass(frozen=True)
@@ -94,11 +100,11 @@ def _pack_codes(values: torch.Tensor) -> torch.Tensor:
     lanes = _to_lanes(codes).int()  # [..., tile, block, lane, half, 4]
     pairs = lanes.unflatten(-1, (2, 2)).transpose(-3, -2).flatten(-3, -2)  # 4 A registers, 2 codes
     word = torch.zeros(pairs.shape[:-2], dtype=torch.int64, device=values.device)
-    for register, bits in enumerate(FP16_BITS):
+    for register in range(4):
         for column in range(2):
             code = pairs[..., register, column].long()
-            for source, target in zip((3, 2, 1, 0), bits, strict=True):
-                word |= ((code >> source) & 1) << (target + 16 * column)
+            for source, target in zip((3, 2, 1, 0), _code_bits(register, column), strict=True):
+                word |= ((code >> source) & 1) << target
     word = torch.where(word >= 2**31, word - 2**32, word).int()
     *head, tiles, blocks, _ = word.shape
     word = word.reshape(*head, tiles, blocks // 4, 4, 32).transpose(-1, -2).contiguous()
@@ -139,12 +145,10 @@ def _unpack_codes(values: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
     )
     word = word.reshape(rows // 16, cols // 16, 32)
     pairs = torch.zeros(*word.shape, 4, 2, dtype=torch.uint8, device=values.device)
-    for register, bits in enumerate(FP16_BITS):
+    for register in range(4):
         for column in range(2):
-            for source, target in zip((3, 2, 1, 0), bits, strict=True):
-                pairs[..., register, column] |= (
-                    ((word >> (target + 16 * column)) & 1) << source
-                ).byte()
+            for source, target in zip((3, 2, 1, 0), _code_bits(register, column), strict=True):
+                pairs[..., register, column] |= (((word >> target) & 1) << source).byte()
     codes = pairs.reshape(*word.shape, 2, 2, 2).transpose(-3, -2).reshape(*word.shape, 2, 4)
     codes = _from_lanes(codes, rows, cols)
     return codes[:, 0::2] | codes[:, 1::2] << 4

@@ -1,4 +1,8 @@
-"""Prompts on the GPU: dense products through torch in fp16, experts and delta rule by kernels."""
+"""Prompts on the GPU: dense products through torch in fp16, experts and delta rule by kernels.
+
+The slot and the number of rows are read on the device, so that a captured graph serves every
+sequence that begins at position 0; rows beyond the prompt's end are computed and never looked at.
+"""
 
 import torch
 from torch import Tensor
@@ -50,15 +54,20 @@ class Prefill:
         found |= {"shared_gate_up": moe.shared_gate_up, "shared_down": moe.shared_down}
         return {name: Dense(matrix) for name, matrix in found.items()}
 
-    def __call__(self, tokens: Tensor, slot: int, start: int, routing: list | None) -> Tensor:
-        """Residual stream [T, H] after all layers of tokens that begin at position `start`."""
+    def __call__(
+        self, tokens: Tensor, where: Tensor, start: int, routing: list | None = None
+    ) -> Tensor:
+        """Residual stream [T, H] after all layers of tokens that begin at position `start`.
+
+        where: int64 [slot, start, rows] on the device; rows may be fewer than T at start 0.
+        """
         x = self.weights.embedding[tokens].float()
         xn = self._norm(x, self.weights.layers[0].input_norm)
         counts = {Gdn: 0, Attention: 0}
         for index, layer in enumerate(self.weights.layers):
             kind, dense = type(layer.mixer), self.dense[index]
             mix = self._gdn if kind is Gdn else self._attention
-            x += dense["out"](mix(layer.mixer, dense, xn, counts[kind], slot, start))
+            x += dense["out"](mix(layer.mixer, dense, xn, counts[kind], where, start))
             counts[kind] += 1
             xn = self._norm(x, layer.post_norm)
             following = self.weights.layers[index + 1 :]
@@ -89,7 +98,7 @@ class Prefill:
             self._zeros = torch.zeros(rows, dtype=torch.int32, device=self.cache.states.device)
         return self._zeros
 
-    def _gdn(self, mixer: Gdn, dense, xn: Tensor, index: int, slot: int, start: int) -> Tensor:
+    def _gdn(self, mixer: Gdn, dense, xn: Tensor, index: int, where: Tensor, start: int):
         config, rows = self.config, len(xn)
         y, ab = dense["in"](xn), dense["ab"](xn)
         mixed = torch.empty(rows, config.conv_width, device=xn.device)
@@ -102,13 +111,12 @@ class Prefill:
             conv=mixer.conv,
             a_log=mixer.a_log,
             dt_bias=mixer.dt_bias,
-            ring=self.cache.rings[index, slot],
-            state=self.cache.states[index, slot],
+            ring=self.cache.rings[index],
+            state=self.cache.states[index],
             mixed=mixed,
             gates=gates,
             o=o,
-            start=start,
-            rows=rows,
+            where=where,
             ld=y.shape[1],
             ld_ab=ab.shape[1],
         )
@@ -119,26 +127,28 @@ class Prefill:
         z = y[:, config.conv_width :]
         return naive.gated_norm(o, z, mixer.norm, config.rms_eps, config.value_dim).half()
 
-    def _attention(self, mixer: Attention, dense, xn: Tensor, index: int, slot: int, start: int):
+    def _attention(
+        self, mixer: Attention, dense, xn: Tensor, index: int, where: Tensor, start: int
+    ) -> Tensor:
         config, rows = self.config, len(xn)
         qkv, pages = dense["in"](xn), self.cache.pages[index]
         query, gate, key, value = naive._split_qkv(qkv, mixer.q_norm, mixer.k_norm, start, config)
+        key, value = key.to(pages.dtype), value.to(pages.dtype)
         positions = torch.arange(start, start + rows, device=xn.device)
-        page = pages.shape[3]
-        where = self.cache.page_table[slot, positions // page].long()
-        pages[where, 0, :, positions % page] = key.to(pages.dtype)
-        pages[where, 1, :, positions % page] = value.to(pages.dtype)
-        used = self.cache.page_table[slot, : (start + rows - 1) // page + 1].long()
-        keys, values = (
-            pages[used, i].transpose(0, 1).flatten(1, 2)[None, :, : start + rows] for i in (0, 1)
-        )
+        page, table = pages.shape[3], self.cache.page_table.index_select(0, where[:1])[0].long()
+        cells = table[positions // page]
+        pages[cells, 0, :, positions % page] = key
+        pages[cells, 1, :, positions % page] = value
         mask = None
         if start:
+            used = table[: (start + rows - 1) // page + 1]
+            key, value = (
+                pages[used, i].transpose(1, 2).flatten(0, 1)[: start + rows] for i in (0, 1)
+            )
             mask = torch.arange(start + rows, device=xn.device)[None] <= positions[:, None]
+        heads_first = lambda t: t.to(pages.dtype).transpose(0, 1)[None]  # noqa: E731
         out = F.scaled_dot_product_attention(
-            query.to(keys.dtype).transpose(0, 1)[None],
-            keys,
-            values,
+            *(heads_first(t) for t in (query, key, value)),
             attn_mask=mask,
             is_causal=mask is None,
             enable_gqa=True,

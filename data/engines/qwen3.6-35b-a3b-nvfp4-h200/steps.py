@@ -24,7 +24,7 @@ TILE = 16
 # in flight of the single-row projection; the kernels are compiled for them.
 BLOCK_TILES = {"IN_TILES": 6, "QKV_TILES": 5, "OUT_TILES": 4, "ROUTER_TILES": 1}
 OUT_PARTS = 4
-IN_STAGES = 3
+IN_STAGES = 5
 # Shared memory of the kernels: columns and padded stride of a staged activation block, stages.
 X_COLUMNS, X_STRIDE, STAGES = 256, 272, 3
 GROUP_BYTES = 1152  # 16 rows x 128 columns of NVFP4
@@ -116,8 +116,9 @@ MAX_SPLIT_ROWS = 128  # attention splits x rows
 ATTENTION_SHARED = 2 * 2 * 32 * (256 + 8) * 2  # stages, keys and values, tokens, padded rows
 
 
+SINGLE_THREADS = 512
 MOE_THREADS = 17 * 32
-MOE_SHARED = 5 * (16 * 2 * GROUP_BYTES + 8 * X_STRIDE * 2)  # stages of 16 tiles and 8 rows
+MOE_SHARED = 4 * (8 * 4 * GROUP_BYTES + 2 * 8 * X_STRIDE * 2)  # stages of 8 tiles, 8 rows
 
 
 def tile_bytes(matrix: Matrix) -> int:
@@ -193,8 +194,8 @@ class Step:
         )
         self._add("embed", self.rows, 256, args)
 
-    def _delta(self, kernel: str, parts: int, mixer: Gdn, index: int) -> None:
-        b = self.b
+    def _delta(self, mixer: Gdn, index: int) -> None:
+        b, config = self.b, self.config
         args = fill(
             c.DeltaArgs,
             qkv=b.y,
@@ -209,11 +210,17 @@ class Step:
             state=self.cache.states[index],
             o=b.o,
             gated=b.mixed,
+            rows=self.rows,
             ld=b.ld,
             ld_ab=b.ld_ab,
-            eps=self.config.rms_eps,
+            eps=config.rms_eps,
         )
-        self._add(kernel, self.rows * self.config.value_heads * parts, 256, args)
+        if self.rows == 1:
+            self._add("delta_single", config.value_heads * config.value_dim // 32, 256, args)
+            return
+        blocks = min(self.sms, self.rows * config.value_heads)
+        state = config.value_dim * config.key_dim * 4
+        self._add("delta_batched", blocks, 512, args, 3 * state)
 
     def _attend(self, mixer: Attention, index: int) -> None:
         b, config = self.b, self.config
@@ -282,14 +289,15 @@ class SingleStep(Step):
             args.weight16, args.alpha16 = second.values.data_ptr(), second.alpha.data_ptr()
         stages = IN_STAGES if kernel == "single_in" else 1
         shared = max(stages * tile_bytes(main), tile_bytes(second) if second else 0)
-        self._add(kernel, grid_main + (second.rows // TILE if second else 0), 256, args, shared)
+        grid = grid_main + (second.rows // TILE if second else 0)
+        self._add(kernel, grid, SINGLE_THREADS, args, shared)
 
     def _gdn(self, layer: Layer, index: int) -> None:
         b, mixer = self.b, layer.mixer
         x = {"x": b.x, "norm": layer.input_norm}
         grid = self.sms - mixer.ab.rows // TILE
         self._linear("single_in", mixer.in_proj, mixer.ab, grid, y=b.y, y16=b.ab, **x)
-        self._delta("delta_single", self.config.value_dim // 32, mixer, index)
+        self._delta(mixer, index)
         z = b.y[0, self.config.conv_width :]
         gate = {"x": b.o, "z": z, "norm": mixer.norm}
         self._linear("single_out_gated", mixer.out, None, mixer.out.rows // TILE, y=b.x, **gate)
@@ -316,7 +324,8 @@ class SingleStep(Step):
             **common,
         )
         shared = 4 * tile_bytes(moe.shared_gate_up)
-        self._add("single_gate_up", config.top_k * config.expert_width // 8 // 4, 256, up, shared)
+        blocks = config.top_k * config.expert_width // 8 // 4
+        self._add("single_gate_up", blocks, SINGLE_THREADS, up, shared)
         down = fill(
             c.ExpertArgs,
             weight=moe.down.values,
@@ -325,7 +334,7 @@ class SingleStep(Step):
             shared_alpha=moe.shared_down.alpha,
             **common,
         )
-        self._add("single_down", config.hidden // TILE, 32 * (config.top_k + 1), down)
+        self._add("single_down", config.hidden // TILE, 64 * (config.top_k + 1), down)
 
     def _head(self) -> None:
         head, b = self.weights.head, self.b
@@ -339,7 +348,7 @@ class SingleStep(Step):
             tiles=head.rows // TILE,
             eps=self.config.rms_eps,
         )
-        self._add("single_head", 2 * self.sms, 256, args, 8 * 2 * 4 * GROUP_BYTES)
+        self._add("single_head", self.sms, SINGLE_THREADS, args, 16 * 2 * 4 * GROUP_BYTES)
 
 
 class BatchedStep(Step):
@@ -395,7 +404,7 @@ class BatchedStep(Step):
     def _gdn(self, layer: Layer, index: int) -> None:
         b, mixer = self.b, layer.mixer
         self._linear("in", mixer.in_proj, mixer.ab, x=b.xn, y=b.y, ld=b.ld, y16=b.ab)
-        self._delta("delta_batched", 1, mixer, index)
+        self._delta(mixer, index)
         self._linear("out", mixer.out, x=b.mixed, y=b.sums, ld=self.config.hidden)
 
     def _attention(self, layer: Layer, index: int) -> None:
@@ -441,7 +450,7 @@ class BatchedStep(Step):
             tiles=head.rows // TILE,
         )
         x_bytes = self.config.hidden // X_COLUMNS * nt * 8 * X_STRIDE * 2
-        self._add(f"head_{nt}", self.sms, 256, args, x_bytes + 8 * 2 * 4 * GROUP_BYTES)
+        self._add(f"head_{nt}", self.sms, 512, args, x_bytes + 16 * 2 * 2 * GROUP_BYTES)
 
 
 def moe_args(moe, lists: dict, rows: int, strides: tuple[int, int], shared: bool):

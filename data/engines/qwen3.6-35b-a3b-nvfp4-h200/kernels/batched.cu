@@ -22,10 +22,6 @@ struct BatchArgs {
 
 constexpr int stage_tile(int kind) { return X_COLUMNS * (kind == F16 ? 32 : kind == FP8 ? 16 : 9); }
 
-// Scale bytes of two blocks -> fp16 pair times 2^7: code x scale products stay exact in fp16.
-__device__ __forceinline__ u32 scale_pair(u16 w) { return mul_half2(e4m3x2_to_half2(w), 0x58005800u); }
-#define WIDE_UNIT 128.f  // 2^-14 of the codes, 2^7 of the scales
-
 // A operands of this warp's two 16 x 16 blocks of a tile: columns warp * 32 .. + 31 of the stage.
 template <int KIND> __device__ __forceinline__ void load_blocks(const u8 *tile, u32 (*f)[4]) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -42,18 +38,7 @@ template <int KIND> __device__ __forceinline__ void load_blocks(const u8 *tile, 
   } else {  // half a 64-column chunk; its scale word holds both blocks of rows g and g + 8
     const u8 *group = tile + (warp >> 2) * GROUP_BYTES;
     const uint2 v = ((const uint2 *)group)[((warp >> 1 & 1) * 32 + lane) * 2 + (warp & 1)];
-    const u32 w = ((const u32 *)(group + GROUP_CODES))[(lane >> 2) * 4 + (warp & 3)];
-    const u32 top = scale_pair((u16)w), bottom = scale_pair((u16)(w >> 16));
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      unpack_fp4(j ? v.y : v.x, f[j]);
-      const u32 up = __byte_perm(top, 0, j ? 0x3232 : 0x1010);
-      const u32 down = __byte_perm(bottom, 0, j ? 0x3232 : 0x1010);
-      f[j][0] = mul_half2(f[j][0], up);
-      f[j][1] = mul_half2(f[j][1], down);
-      f[j][2] = mul_half2(f[j][2], up);
-      f[j][3] = mul_half2(f[j][3], down);
-    }
+    scaled_blocks(v.x, v.y, ((const u32 *)(group + GROUP_CODES))[(lane >> 2) * 4 + (warp & 3)], f);
   }
 }
 
@@ -157,7 +142,7 @@ __device__ __forceinline__ void batched_linear(const BatchArgs &a) {
   const bool swiglu = EPI == SWIGLU && !second;
   const int rows = swiglu ? 8 : 16;
   const float *alpha = second ? a.alpha16 : a.alpha;
-  const float unit = KIND == NVFP4 && !second ? WIDE_UNIT : 1.f;
+  const float unit = KIND == NVFP4 && !second ? FP4_UNIT : 1.f;
   for (int o = threadIdx.x; o < count * NT * 8 * rows; o += BATCH_THREADS) {
     const int row = o % rows, token = o / rows % (NT * 8), i = o / rows / (NT * 8);
     const float *p = sums + (i * WARPS * NT * 8 + token) * 17 + row;
@@ -193,16 +178,17 @@ SIZES(batched_router, NVFP4, HIDDEN, HIDDEN, ROUTER_TILES, SWIGLU)
 
 // Logits of up to NT * 8 rows: all activations stay in shared memory; a warp owns HEAD_TILES
 // neighbouring tiles, 128 columns at a time through its own queue.
-#define HEAD_TILES 4
+#define HEAD_TILES 2
+#define HEAD_WARPS 16
 #define HEAD_STAGES 2
 #define HEAD_BYTES (HEAD_TILES * GROUP_BYTES)
 template <int NT> __device__ __forceinline__ void batched_head(const BatchArgs &a) {
   constexpr int PIECES = HIDDEN / 128, BLOCKS = HIDDEN / X_COLUMNS, X_BYTES = NT * 8 * X_STRIDE * 2;
   extern __shared__ __align__(128) u8 memory[];
-  __shared__ __align__(8) u64 barriers[WARPS][HEAD_STAGES], x_full;
+  __shared__ __align__(8) u64 barriers[HEAD_WARPS][HEAD_STAGES], x_full;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int groups = a.tiles / HEAD_TILES, first = blockIdx.x * WARPS + warp;
-  const int stride = gridDim.x * WARPS;
+  const int groups = a.tiles / HEAD_TILES, first = blockIdx.x * HEAD_WARPS + warp;
+  const int stride = gridDim.x * HEAD_WARPS;
   const int steps = (groups - first + stride - 1) / stride * PIECES;
   const u64 policy = stream_policy();
   u8 *mine = memory + BLOCKS * X_BYTES + warp * HEAD_STAGES * HEAD_BYTES;
@@ -256,21 +242,12 @@ template <int NT> __device__ __forceinline__ void batched_head(const BatchArgs &
 #pragma unroll
       for (int i = 0; i < HEAD_TILES; i++) {
         const uint2 v = ((const uint2 *)(pieces + i * GROUP_BYTES))[(j / 4 * 32 + lane) * 2 + (j / 2 & 1)];
-        const u32 w = ((const u32 *)(pieces + i * GROUP_BYTES + GROUP_CODES))[g * 4 + j / 2];
-        const u32 top = scale_pair((u16)w), bottom = scale_pair((u16)(w >> 16));
+        u32 f[2][4];
+        scaled_blocks(v.x, v.y, ((const u32 *)(pieces + i * GROUP_BYTES + GROUP_CODES))[g * 4 + j / 2], f);
 #pragma unroll
-        for (int k = 0; k < 2; k++) {
-          u32 f[4];
-          unpack_fp4(k ? v.y : v.x, f);
-          const u32 up = __byte_perm(top, 0, k ? 0x3232 : 0x1010);
-          const u32 down = __byte_perm(bottom, 0, k ? 0x3232 : 0x1010);
-          f[0] = mul_half2(f[0], up);
-          f[1] = mul_half2(f[1], down);
-          f[2] = mul_half2(f[2], up);
-          f[3] = mul_half2(f[3], down);
+        for (int k = 0; k < 2; k++)
 #pragma unroll
-          for (int n = 0; n < NT; n++) mma(acc[i][n], f, b[k][n]);
-        }
+          for (int n = 0; n < NT; n++) mma(acc[i][n], f[k], b[k][n]);
       }
     }
     __syncwarp();
@@ -281,7 +258,7 @@ template <int NT> __device__ __forceinline__ void batched_head(const BatchArgs &
       const int tile = (first + step / PIECES * stride) * HEAD_TILES + i;
 #pragma unroll
       for (int c = 0; c < 4; c++) {
-        const float unit = WIDE_UNIT * a.alpha[tile * 2 + c / 2];
+        const float unit = FP4_UNIT * a.alpha[tile * 2 + c / 2];
 #pragma unroll
         for (int n = 0; n < NT; n++)
           a.y[(size_t)(n * 8 + 2 * t + c % 2) * a.ld + tile * 16 + g + c / 2 * 8] = acc[i][n][c] * unit;
@@ -290,7 +267,7 @@ template <int NT> __device__ __forceinline__ void batched_head(const BatchArgs &
   }
 }
 #define HEAD(nt)                                                                              \
-  extern "C" __global__ void __launch_bounds__(BATCH_THREADS) head_##nt(const BatchArgs a) {  \
+  extern "C" __global__ void __launch_bounds__(HEAD_WARPS * 32) head_##nt(const BatchArgs a) {  \
     batched_head<nt>(a);                                                                      \
   }
 HEAD(1)

@@ -94,10 +94,11 @@ __device__ __forceinline__ u32 mul_half2(u32 a, u32 b) {
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
-__device__ __forceinline__ u32 e4m3x2_to_half2(u16 x) {
-  u32 r;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(x));
-  return r;
+// Four E4M3 bytes -> two fp16 pairs. The halves are named inside the assembly: the conversion takes
+// either half of a register, a shift would be an instruction of its own.
+__device__ __forceinline__ void e4m3x4_to_half2(u32 x, u32 &low, u32 &high) {
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}"
+      : "=r"(low), "=r"(high) : "r"(x));
 }
 __device__ __forceinline__ u16 to_bf16(float x) {
   u16 r;
@@ -135,131 +136,113 @@ __device__ __forceinline__ void mma(float *d, const u32 *a, uint2 b) {
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
 }
 
-// One word of eight E2M1 codes -> A operand, values times 2^-14 in fp16 (subnormals included).
-// The bit positions are FP16_BITS in formats.py.
+// One word of eight E2M1 codes -> A operand, values times 2^-6. Integer instructions and conversions
+// bind these kernels, so the codes lie where two masks and a shift make E4M3 bytes of them.
 __device__ __forceinline__ void unpack_fp4(u32 w, u32 *a) {
-  const u32 mask = 0x8E008E00u, sign = 0x80008000u;
-  a[0] = w & mask;
-  a[1] = (w << 3) & mask;
-  a[2] = (((w << 1) & sign) | ((w << 6) & ~sign)) & mask;
-  a[3] = (((w << 2) & sign) | ((w << 9) & ~sign)) & mask;
+  const u32 first = w & 0x9C9C9C9Cu, second = ((w << 2) & 0x8C8C8C8Cu) | ((w >> 2) & 0x10101010u);
+  e4m3x4_to_half2(first, a[0], a[1]);
+  e4m3x4_to_half2(second, a[2], a[3]);
 }
+#define FP4_UNIT 64.f
 __device__ __forceinline__ void unpack_fp8(u32 first, u32 second, u32 *a) {
-  a[0] = e4m3x2_to_half2((u16)first);
-  a[1] = e4m3x2_to_half2((u16)(first >> 16));
-  a[2] = e4m3x2_to_half2((u16)second);
-  a[3] = e4m3x2_to_half2((u16)(second >> 16));
+  e4m3x4_to_half2(first, a[0], a[1]);
+  e4m3x4_to_half2(second, a[2], a[3]);
 }
 
 __device__ __forceinline__ u32 word(const uint4 &q, int i) {
   return i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w;
 }
 
-// 16 rows x 128 columns of NVFP4 times NB tokens (1, 2, 4, 8).
-// The eight columns of the product are (8 / NB blocks) x (NB tokens): B holds a token's activations
-// in the columns of one block only, so several blocks share an accumulator and their scales are
-// applied afterwards, one multiply-add for 8 / NB blocks.
-// q: the codes; scale: this lane's word for NB == 1, the quad's four words otherwise;
-// b[h]: activations of token g % NB, block h * 8 / NB + g / NB, columns 4t..4t+3.
-template <int NB>
-__device__ __forceinline__ void dot_group(const uint4 *q, const u32 *scale, const uint2 *b,
-                                          float *acc) {
-  constexpr int BLOCKS = 8 / NB;
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-#pragma unroll
-  for (int h = 0; h < NB; h++) {
-    float d[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-    for (int i = 0; i < BLOCKS; i++) {
-      const int j = h * BLOCKS + i;
-      u32 a[4];
-      unpack_fp4(word(q[j >> 2], j & 3), a);
-      const bool mine = BLOCKS == 1 || g / NB == i;
-      mma(d, a, make_uint2(mine ? b[h].x : 0u, mine ? b[h].y : 0u));
-    }
-    // Bytes of a scale word: (row g: even, odd block), (row g + 8: even, odd block).
-    u32 pair;
-    if (NB == 1) {
-      pair = scale[0];
-    } else {
-      const int block = h * BLOCKS + 2 * t / NB;  // both of this lane's columns
-      const u32 w = NB == 2 ? (t >> 1 ? scale[2 * h + 1] : scale[2 * h]) : scale[h * BLOCKS / 2];
-      pair = __byte_perm(w, 0, block & 1 ? 0x3311 : 0x2200);
-    }
-    const u32 top = e4m3x2_to_half2((u16)pair), bottom = e4m3x2_to_half2((u16)(pair >> 16));
-    acc[0] = fmaf(d[0], from_half((u16)top), acc[0]);
-    acc[1] = fmaf(d[1], from_half((u16)(top >> 16)), acc[1]);
-    acc[2] = fmaf(d[2], from_half((u16)bottom), acc[2]);
-    acc[3] = fmaf(d[3], from_half((u16)(bottom >> 16)), acc[3]);
-  }
+// A times one half of `scales` (both elements by the same): exact, see README.md.
+template <int HALF> __device__ __forceinline__ u32 scale_half2(u32 a, u32 scales) {
+  u32 r;
+  if (HALF)
+    asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {h, h}; mul.rn.f16x2 %0, %1, s;}"
+        : "=r"(r) : "r"(a), "r"(scales));
+  else
+    asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {l, l}; mul.rn.f16x2 %0, %1, s;}"
+        : "=r"(r) : "r"(a), "r"(scales));
+  return r;
 }
 
-// Fold the block columns: afterwards lane (g, t) holds tokens 2t and 2t+1 (token 0 for NB == 1) of
-// rows g (acc[0], acc[1]) and g + 8 (acc[2], acc[3]); lanes with 2t >= NB hold copies.
-template <int NB> __device__ __forceinline__ void fold_columns(float *acc) {
-  if (NB == 1) {
-    acc[0] += acc[1];
-    acc[2] += acc[3];
-  }
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    if (NB <= 2) acc[i] += __shfl_xor_sync(~0u, acc[i], 1);
-    if (NB <= 4) acc[i] += __shfl_xor_sync(~0u, acc[i], 2);
-  }
-}
-#define FP4_UNIT 16384.f  // undoes the 2^-14 of unpack_fp4
-
-// The TOP_K largest router logits, equal ones by lowest id.
-// Lane r < TOP_K ends with the id and the softmax weight of the r-th expert.
-__device__ __forceinline__ void top_experts(const float *logits, int &id, float &weight) {
-  constexpr int PER = EXPERTS / 32;
-  const int lane = threadIdx.x & 31;
-  u32 key[PER];
-#pragma unroll
-  for (int i = 0; i < PER; i++) {  // order-preserving integers; 0 marks a taken one
-    const u32 bits = __float_as_uint(logits[lane + 32 * i]);
-    key[i] = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-  }
-  id = 0;
-  u32 mine = 0, largest = 0;
-#pragma unroll 1
-  for (int r = 0; r < TOP_K; r++) {
-    u32 best = 0;
-#pragma unroll
-    for (int i = 0; i < PER; i++) best = max(best, key[i]);
-    best = __reduce_max_sync(~0u, best);
-    u32 where = ~0u;
-#pragma unroll
-    for (int i = PER - 1; i >= 0; i--) where = key[i] == best ? lane + 32 * i : where;
-    where = __reduce_min_sync(~0u, where);
-#pragma unroll
-    for (int i = 0; i < PER; i++) key[i] = where == lane + 32 * i ? 0u : key[i];
-    if (r == 0) largest = best;
-    if (lane == r) { id = where; mine = best; }
-  }
-  const auto value = [](u32 k) { return __uint_as_float(k & 0x80000000u ? k & 0x7FFFFFFFu : ~k); };
-  const float e = lane < TOP_K ? __expf(value(mine) - value(largest)) : 0.f;
-  weight = e / lane_sum(e);
+// Two neighbouring 16 x 16 blocks with their word of scales -> A operands.
+__device__ __forceinline__ void scaled_blocks(u32 even, u32 odd, u32 scales, u32 (*f)[4]) {
+  u32 top, bottom;
+  e4m3x4_to_half2(scales, top, bottom);
+  unpack_fp4(even, f[0]);
+  unpack_fp4(odd, f[1]);
+  f[0][0] = scale_half2<0>(f[0][0], top);
+  f[0][1] = scale_half2<0>(f[0][1], bottom);
+  f[0][2] = scale_half2<0>(f[0][2], top);
+  f[0][3] = scale_half2<0>(f[0][3], bottom);
+  f[1][0] = scale_half2<1>(f[1][0], top);
+  f[1][1] = scale_half2<1>(f[1][1], bottom);
+  f[1][2] = scale_half2<1>(f[1][2], top);
+  f[1][3] = scale_half2<1>(f[1][3], bottom);
 }
 
 // NVFP4 weights come in groups of 16 rows x 128 columns: codes, then scales.
 #define GROUP_CODES 1024
 #define GROUP_BYTES (GROUP_CODES + 128)
 
-// Products of a group in shared memory with NB rows, b as in dot_group.
-template <int NB>
-__device__ __forceinline__ void dot_group_at(const u8 *group, const uint2 *b, float *acc) {
+// A group times up to eight rows; x: this lane's activations (row g, columns 4t ..) of the group.
+// Four sums are kept apart so that products do not wait for each other.
+__device__ __forceinline__ void dot_group(const uint4 *q, const uint4 &scales, const u16 *x,
+                                          float (*acc)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const uint4 &v = q[i / 2];
+    u32 f[2][4];
+    scaled_blocks(i & 1 ? v.z : v.x, i & 1 ? v.w : v.y, word(scales, i), f);
+    mma(acc[i & 1 ? 2 : 0], f[0], *(const uint2 *)(x + i * 32));
+    mma(acc[i & 1 ? 3 : 1], f[1], *(const uint2 *)(x + i * 32 + 16));
+  }
+}
+__device__ __forceinline__ void dot_group(const u8 *group, const u16 *x, float (*acc)[4]) {
   const int lane = threadIdx.x & 31;
   const uint4 *codes = (const uint4 *)group + lane;
   const uint4 q[2] = {codes[0], codes[32]};
-  if (NB == 1) {
-    const u32 scale = ((const u32 *)(group + GROUP_CODES))[lane];
-    dot_group<NB>(q, &scale, b, acc);
-  } else {
-    const uint4 v = ((const uint4 *)(group + GROUP_CODES))[lane >> 2];
-    const u32 scale[4] = {v.x, v.y, v.z, v.w};
-    dot_group<NB>(q, scale, b, acc);
+  dot_group(q, ((const uint4 *)(group + GROUP_CODES))[lane >> 2], x, acc);
+}
+__device__ __forceinline__ float four_sum(float (*acc)[4], int i) {
+  return (acc[0][i] + acc[1][i]) + (acc[2][i] + acc[3][i]);
+}
+
+// One warp finds the TOP_K largest router logits, equal ones by lowest id. Lane r < TOP_K ends with
+// the id and the softmax weight of the r-th. Keys are order-preserving integers whose last bits name
+// the register, so logits closer than 2^-20 of their size count as equal within a lane.
+__device__ __forceinline__ void top_experts(const float *logits, int &id, float &weight) {
+  constexpr int PER = EXPERTS / 32;
+  const int lane = threadIdx.x & 31;
+  u32 key[PER];
+#pragma unroll
+  for (int i = 0; i < PER; i++) {
+    const u32 bits = __float_as_uint(logits[lane + 32 * i]);
+    const u32 ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    key[i] = (ordered & ~(u32)(PER - 1)) | (PER - 1 - i);
   }
+#pragma unroll
+  for (int pass = 0; pass < PER; pass++)  // odd-even sort, largest first
+#pragma unroll
+    for (int i = pass & 1; i + 1 < PER; i += 2) {
+      const u32 high = max(key[i], key[i + 1]), low = min(key[i], key[i + 1]);
+      key[i] = high, key[i + 1] = low;
+    }
+  id = 0;
+  u32 mine = 0;
+#pragma unroll
+  for (int r = 0; r < TOP_K; r++) {
+    const u32 best = __reduce_max_sync(~0u, key[0]);
+    const int owner = __ffs(__ballot_sync(~0u, key[0] == best)) - 1;
+    if (lane == r) mine = best, id = owner + 32 * (PER - 1 - (best & (PER - 1)));
+    if (lane == owner)
+#pragma unroll
+      for (int i = 0; i + 1 < PER; i++) key[i] = key[i + 1];
+  }
+  const float value = lane < TOP_K ? logits[id] : 0.f;
+  const float largest = __shfl_sync(~0u, value, 0);
+  const float e = lane < TOP_K ? __expf(value - largest) : 0.f;
+  weight = e / lane_sum(e);
 }
 
 // Activations of the batched products: blocks of X_COLUMNS columns, 32 padded rows each, so that

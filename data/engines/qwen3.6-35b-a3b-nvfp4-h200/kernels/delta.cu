@@ -16,7 +16,7 @@ struct DeltaArgs {
   float *state;
   float *o;                // decode at one row: [rows, VALUE_WIDTH]
   u16 *gated;              // batched decode: fp16 after gate and norm, see activation_index
-  int ld, ld_ab;
+  int rows, ld, ld_ab;
   float eps;
 };
 
@@ -32,41 +32,61 @@ __device__ __forceinline__ Tap conv_past(const DeltaArgs &a, const float *ring, 
   return {fmaf(w.x, x3, fmaf(w.y, x2, w.z * x1)), w.w};
 }
 
-// COLUMNS of a head per block: 32 spreads one sequence over the GPU, VALUE_DIM lets the block
-// finish the head (norm and gate).
-template <int COLUMNS> __device__ __forceinline__ void delta_step(const DeltaArgs &a) {
-  constexpr int PARTS = VALUE_DIM / COLUMNS, N = COLUMNS / 32;
+// Dot products of a state column with k and q, and its update: u = beta (v - g s.k), s = g s + u k;
+// returns the output g s.q + u (k.q). The eight lanes of a column hold 16 elements each.
+struct Gates { float decay, beta; };
+__device__ __forceinline__ Gates make_gates(float a, float b, float a_log, float dt_bias) {
+  return {__expf(-__expf(a_log) * softplus(a + dt_bias)), sigmoid(b)};
+}
+__device__ __forceinline__ float dot4(const float4 &a, const float4 &b) {
+  return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
+}
+__device__ __forceinline__ float delta_column(float4 *s, const float4 *k, const float4 *q, float kq,
+                                              float v, Gates gate) {
+  float sk = 0.f, sq = 0.f;
+#pragma unroll
+  for (int i = 0; i < 4; i++) sk += dot4(s[i], k[i]), sq += dot4(s[i], q[i]);
+  sk = lane_sum<8>(sk);
+  sq = lane_sum<8>(sq);
+  const float g = gate.decay, u = gate.beta * (v - g * sk);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    s[i].x = fmaf(u, k[i].x, g * s[i].x);
+    s[i].y = fmaf(u, k[i].y, g * s[i].y);
+    s[i].z = fmaf(u, k[i].z, g * s[i].z);
+    s[i].w = fmaf(u, k[i].w, g * s[i].w);
+  }
+  return fmaf(g, sq, u * kq);
+}
+
+// One row: a block owns 32 columns of a head, so that one sequence spreads over the GPU.
+extern "C" __global__ void __launch_bounds__(DELTA_THREADS) delta_single(const DeltaArgs a) {
+  constexpr int PARTS = VALUE_DIM / 32;
   __shared__ __align__(16) float qs[KEY_DIM], ks[KEY_DIM];
-  __shared__ float vs[COLUMNS], os[COLUMNS], sums[8], scratch[8];
-  const int part = blockIdx.x % PARTS, head = blockIdx.x / PARTS % VALUE_HEADS;
-  const int row = blockIdx.x / PARTS / VALUE_HEADS;
+  __shared__ float vs[32], sums[8];
+  const int part = blockIdx.x % PARTS, head = blockIdx.x / PARTS;
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
-  const int slot = a.row_slot[row], key_head = head / (VALUE_HEADS / KEY_HEADS);
+  const int slot = a.row_slot[0], key_head = head / (VALUE_HEADS / KEY_HEADS);
   const u64 p = a.position[slot];
   float *ring = a.ring + (size_t)slot * 4 * CONV_WIDTH;
-  float *state = a.state + ((size_t)slot * VALUE_HEADS + head) * VALUE_DIM * KEY_DIM;
-  float4 s[N][4];
-  const int column = warp * 4 + (lane >> 3), k0 = (lane & 7) * 4;
+  const int column = part * 32 + warp * 4 + (lane >> 3), k0 = (lane & 7) * 4;
+  float *state = a.state + (((size_t)slot * VALUE_HEADS + head) * VALUE_DIM + column) * KEY_DIM + k0;
+  float4 s[4];
 #pragma unroll
-  for (int n = 0; n < N; n++)
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      s[n][i] = *(const float4 *)(state + (part * COLUMNS + n * 32 + column) * KEY_DIM + k0 + 32 * i);
+  for (int i = 0; i < 4; i++) s[i] = *(const float4 *)(state + 32 * i);
   const int qk = tid / KEY_DIM * KEY_WIDTH + key_head * KEY_DIM + tid % KEY_DIM;  // q, then k
-  const int vc = 2 * KEY_WIDTH + head * VALUE_DIM + part * COLUMNS + tid;
+  const int vc = 2 * KEY_WIDTH + head * VALUE_DIM + part * 32 + tid;
   const Tap tap = conv_past(a, ring, p, qk);
   Tap vtap = {0.f, 0.f};
-  if (tid < COLUMNS) vtap = conv_past(a, ring, p, vc);
-  const float decay_rate = -__expf(a.a_log[head]), bias = a.dt_bias[head];
+  if (tid < 32) vtap = conv_past(a, ring, p, vc);
+  const float a_log = a.a_log[head], dt_bias = a.dt_bias[head];
   pdl_wait();
   pdl_trigger();
-  const float *x = a.qkv + (size_t)row * a.ld;
-  const float now = x[qk], c = silu(fmaf(tap.weight, now, tap.past));
-  const float *ab = a.ab + (size_t)row * a.ld_ab;
-  const float g = __expf(decay_rate * softplus(ab[head] + bias)), beta = sigmoid(ab[VALUE_HEADS + head]);
+  const float now = a.qkv[qk], c = silu(fmaf(tap.weight, now, tap.past));
+  const Gates gate = make_gates(a.ab[head], a.ab[VALUE_HEADS + head], a_log, dt_bias);
   float *column_now = ring + (p & 3) * CONV_WIDTH;
-  if (tid < COLUMNS) {
-    const float v = x[vc];
+  if (tid < 32) {
+    const float v = a.qkv[vc];
     vs[tid] = silu(fmaf(vtap.weight, v, vtap.past));
     column_now[vc] = v;
   }
@@ -85,61 +105,160 @@ template <int COLUMNS> __device__ __forceinline__ void delta_step(const DeltaArg
   for (int i = 0; i < 4; i++) {
     k[i] = *(const float4 *)(ks + k0 + 32 * i);
     q[i] = *(const float4 *)(qs + k0 + 32 * i);
-    kq += k[i].x * q[i].x + k[i].y * q[i].y + k[i].z * q[i].z + k[i].w * q[i].w;
+    kq += dot4(k[i], q[i]);
   }
-  kq = lane_sum<8>(kq);
+  const float o = delta_column(s, k, q, lane_sum<8>(kq), vs[column % 32], gate);
 #pragma unroll
-  for (int n = 0; n < N; n++) {
-    float sk = 0.f, sq = 0.f;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float4 v = s[n][i];
-      sk += v.x * k[i].x + v.y * k[i].y + v.z * k[i].z + v.w * k[i].w;
-      sq += v.x * q[i].x + v.y * q[i].y + v.z * q[i].z + v.w * q[i].w;
+  for (int i = 0; i < 4; i++) *(float4 *)(state + 32 * i) = s[i];
+  if ((lane & 7) == 0) a.o[head * VALUE_DIM + column] = o;
+}
+
+// Many rows: a block walks over (row, head) items, states come and go by bulk copies, three items in
+// flight; the finished head is normed and gated at once.
+#define BATCH_THREADS 512
+#define STATE_STAGES 3
+#define STATE_BYTES (VALUE_DIM * KEY_DIM * 4)
+
+// What a thread needs of one item, read an item ahead: its channel's columns, gates, output gate.
+struct Channel {
+  float past3, past2, past1, now, z, a, b, a_log, dt_bias;
+  float4 weight;
+  float *ring;  // where the new column goes
+};
+
+extern "C" __global__ void __launch_bounds__(BATCH_THREADS) delta_batched(const DeltaArgs a) {
+  extern __shared__ __align__(128) u8 memory[];
+  __shared__ __align__(16) float qs[KEY_DIM], ks[KEY_DIM];
+  __shared__ float vs[VALUE_DIM], os[VALUE_DIM], sums[8], squares[4];
+  __shared__ __align__(8) u64 full[STATE_STAGES];
+  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, k0 = (lane & 7) * 4;
+  const int items = a.rows * VALUE_HEADS;
+  const int count = (items - (int)blockIdx.x + gridDim.x - 1) / gridDim.x;
+  const auto state_of = [&](int i) {
+    const int item = blockIdx.x + i * gridDim.x, slot = a.row_slot[item / VALUE_HEADS];
+    return a.state + ((size_t)slot * VALUE_HEADS + item % VALUE_HEADS) * VALUE_DIM * KEY_DIM;
+  };
+  const auto request = [&](int i) {
+    barrier_expect(full + i % STATE_STAGES, STATE_BYTES);
+    bulk_copy(memory + i % STATE_STAGES * STATE_BYTES, state_of(i), STATE_BYTES, full + i % STATE_STAGES);
+  };
+  const auto channel_of = [&](int head) {  // q, k, v of the head: 3 x 128 threads
+    const int key_head = head / (VALUE_HEADS / KEY_HEADS);
+    return tid < 2 * KEY_DIM ? tid / KEY_DIM * KEY_WIDTH + key_head * KEY_DIM + tid % KEY_DIM
+                             : 2 * KEY_WIDTH + head * VALUE_DIM + tid - 2 * KEY_DIM;
+  };
+  const auto read_channel = [&](int i) {
+    Channel c = {};
+    if (i >= count) return c;
+    const int item = blockIdx.x + i * gridDim.x, row = item / VALUE_HEADS, head = item % VALUE_HEADS;
+    const int slot = a.row_slot[row];
+    const u64 p = a.position[slot];
+    const float *x = a.qkv + (size_t)row * a.ld, *ab = a.ab + (size_t)row * a.ld_ab;
+    c.a = ab[head], c.b = ab[VALUE_HEADS + head], c.a_log = a.a_log[head], c.dt_bias = a.dt_bias[head];
+    if (tid < 3 * KEY_DIM) {
+      const int channel = channel_of(head);
+      float *ring = a.ring + (size_t)slot * 4 * CONV_WIDTH + channel;
+      c.ring = ring + (p & 3) * CONV_WIDTH;
+      c.weight = *(const float4 *)(a.conv + channel * 4);
+      if (p >= 3) c.past3 = ring[((p - 3) & 3) * CONV_WIDTH];
+      if (p >= 2) c.past2 = ring[((p - 2) & 3) * CONV_WIDTH];
+      if (p >= 1) c.past1 = ring[((p - 1) & 3) * CONV_WIDTH];
+      c.now = x[channel];
+    } else {
+      c.z = x[CONV_WIDTH + head * VALUE_DIM + tid - 3 * KEY_DIM];
     }
-    sk = lane_sum<8>(sk);
-    sq = lane_sum<8>(sq);
-    const float u = beta * (vs[n * 32 + column] - g * sk);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      float4 v = s[n][i];
-      v.x = fmaf(u, k[i].x, g * v.x);
-      v.y = fmaf(u, k[i].y, g * v.y);
-      v.z = fmaf(u, k[i].z, g * v.z);
-      v.w = fmaf(u, k[i].w, g * v.w);
-      *(float4 *)(state + (part * COLUMNS + n * 32 + column) * KEY_DIM + k0 + 32 * i) = v;
-    }
-    const float o = fmaf(g, sq, u * kq);
-    if ((lane & 7) == 0) {
-      if (PARTS > 1) a.o[(size_t)row * VALUE_WIDTH + head * VALUE_DIM + part * COLUMNS + n * 32 + column] = o;
-      else os[n * 32 + column] = o;
-    }
+    return c;
+  };
+  if (tid == 0) {
+    for (int s = 0; s < STATE_STAGES; s++) barrier_init(full + s, 1);
+    barrier_fence();
+    for (int i = 0; i < min(STATE_STAGES, count); i++) request(i);
   }
-  if (PARTS > 1) return;
   __syncthreads();
-  const float o = tid < VALUE_DIM ? os[tid] : 0.f;
-  const float r = rsqrtf(block_sum<8>(o * o, scratch) / VALUE_DIM + a.eps);
-  if (tid < VALUE_DIM)
-    a.gated[activation_index(row, head * VALUE_DIM + tid)] =
-        to_half(o * r * a.norm[tid] * silu(x[CONV_WIDTH + head * VALUE_DIM + tid]));
-}
-extern "C" __global__ void __launch_bounds__(DELTA_THREADS) delta_single(const DeltaArgs a) {
-  delta_step<32>(a);
-}
-extern "C" __global__ void __launch_bounds__(DELTA_THREADS, 2) delta_batched(const DeltaArgs a) {
-  delta_step<VALUE_DIM>(a);
+  pdl_wait();
+  pdl_trigger();
+  Channel channel = read_channel(0);
+  const float norm = tid >= 3 * KEY_DIM ? a.norm[tid - 3 * KEY_DIM] : 0.f;
+#pragma unroll 1
+  for (int i = 0; i < count; i++) {
+    const int item = blockIdx.x + i * gridDim.x, row = item / VALUE_HEADS, head = item % VALUE_HEADS;
+    const Channel next = read_channel(i + 1);
+    const float c = silu(fmaf(channel.weight.x, channel.past3,
+                              fmaf(channel.weight.y, channel.past2,
+                                   fmaf(channel.weight.z, channel.past1, channel.weight.w * channel.now))));
+    const Gates gate = make_gates(channel.a, channel.b, channel.a_log, channel.dt_bias);
+    if (tid >= 2 * KEY_DIM ? tid < 3 * KEY_DIM : head % (VALUE_HEADS / KEY_HEADS) == 0)
+      *channel.ring = channel.now;
+    const float square = lane_sum(c * c);
+    if (lane == 0 && warp < 8) sums[warp] = square;
+    __syncthreads();
+    if (tid < 2 * KEY_DIM) {
+      const int half = tid / KEY_DIM * 4;
+      const float unit = rsqrtf(sums[half] + sums[half + 1] + sums[half + 2] + sums[half + 3] + 1e-6f);
+      if (tid < KEY_DIM) qs[tid] = c * unit * rsqrtf((float)KEY_DIM);
+      else ks[tid - KEY_DIM] = c * unit;
+    } else if (tid < 3 * KEY_DIM) {
+      vs[tid - 2 * KEY_DIM] = c;
+    }
+    __syncthreads();
+    float4 k[4], q[4];
+    float kq = 0.f;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      k[j] = *(const float4 *)(ks + k0 + 32 * j);
+      q[j] = *(const float4 *)(qs + k0 + 32 * j);
+      kq += dot4(k[j], q[j]);
+    }
+    kq = lane_sum<8>(kq);
+    barrier_wait(full + i % STATE_STAGES, i / STATE_STAGES & 1);
+    float *state = (float *)(memory + i % STATE_STAGES * STATE_BYTES);
+#pragma unroll
+    for (int pass = 0; pass < 2; pass++) {
+      const int column = pass * (BATCH_THREADS / 8) + (tid >> 3);
+      float4 s[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) s[j] = *(const float4 *)(state + column * KEY_DIM + k0 + 32 * j);
+      const float o = delta_column(s, k, q, kq, vs[column], gate);
+#pragma unroll
+      for (int j = 0; j < 4; j++) *(float4 *)(state + column * KEY_DIM + k0 + 32 * j) = s[j];
+      if ((lane & 7) == 0) os[column] = o;
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncthreads();
+    if (tid == 0) {
+      asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(state_of(i)),
+                   "r"(shared_address(state)), "r"(STATE_BYTES) : "memory");
+      asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+      // The item before has been read out when only this one's store is pending.
+      if (i && i + STATE_STAGES - 1 < count) {
+        asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+        request(i + STATE_STAGES - 1);
+      }
+    }
+    const int d = tid - 3 * KEY_DIM;  // the last four warps, which hold the gate
+    const float o = d >= 0 ? os[d] : 0.f;
+    const float o_square = lane_sum(o * o);
+    if (d >= 0 && lane == 0) squares[warp - 12] = o_square;
+    __syncthreads();
+    if (d >= 0) {
+      const float r = rsqrtf((squares[0] + squares[1] + squares[2] + squares[3]) / VALUE_DIM + a.eps);
+      a.gated[activation_index(row, head * VALUE_DIM + d)] = to_half(o * r * norm * silu(channel.z));
+    }
+    channel = next;
+  }
+  if (tid == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 struct PrefillArgs {
   const float *qkv;    // [rows, ld]
   const float *ab;
   const float *conv, *a_log, *dt_bias;
-  float *ring, *state; // of the slot
+  float *ring, *state; // of all slots
   float *mixed;        // [rows, CONV_WIDTH] after convolution; q, k of unit length
   float *gates;        // [rows, 2 * VALUE_HEADS]: decay, beta
   float *o;            // [rows, VALUE_WIDTH]
-  u64 start;           // position of row 0
-  int rows, ld, ld_ab;
+  const u64 *where;    // slot, position of row 0, rows: on the device, so that a graph serves all
+  int ld, ld_ab;
 };
 
 // Convolution of 128 channels of one row: grid (CONV_WIDTH / 128, rows).
@@ -149,13 +268,15 @@ extern "C" __global__ void __launch_bounds__(128) prefill_conv(const PrefillArgs
   const float4 w = *(const float4 *)(a.conv + channel * 4);
   pdl_wait();
   pdl_trigger();
+  const u64 start = a.where[1];
+  const float *ring = a.ring + a.where[0] * 4 * CONV_WIDTH + channel;
   float sum = w.w * a.qkv[(size_t)row * a.ld + channel];
 #pragma unroll
   for (int back = 1; back < 4; back++) {
     const float tap = back == 1 ? w.z : back == 2 ? w.y : w.x;
     float x = 0.f;
     if (row >= back) x = a.qkv[(size_t)(row - back) * a.ld + channel];
-    else if (a.start + row >= back) x = a.ring[((a.start + row - back) & 3) * CONV_WIDTH + channel];
+    else if (start + row >= back) x = ring[((start + row - back) & 3) * CONV_WIDTH];
     sum = fmaf(tap, x, sum);
   }
   float c = silu(sum);
@@ -177,8 +298,11 @@ extern "C" __global__ void __launch_bounds__(128) prefill_ring(const PrefillArgs
   const int channel = blockIdx.x * 128 + threadIdx.x;
   pdl_wait();
   pdl_trigger();
-  for (int row = max(0, a.rows - 4); row < a.rows; row++)
-    a.ring[((a.start + row) & 3) * CONV_WIDTH + channel] = a.qkv[(size_t)row * a.ld + channel];
+  const u64 start = a.where[1];
+  const int rows = a.where[2];
+  float *ring = a.ring + a.where[0] * 4 * CONV_WIDTH + channel;
+  for (int row = max(0, rows - 4); row < rows; row++)
+    ring[((start + row) & 3) * CONV_WIDTH] = a.qkv[(size_t)row * a.ld + channel];
 }
 
 // The recurrence over all rows of one sequence: block (32 columns, head), tokens staged in sets.
@@ -191,27 +315,28 @@ extern "C" __global__ void __launch_bounds__(DELTA_THREADS) prefill_delta(const 
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
   const int key_head = head / (VALUE_HEADS / KEY_HEADS), column = warp * 4 + (lane >> 3);
   const int k0 = (lane & 7) * 4;
-  float *state = a.state + (size_t)head * VALUE_DIM * KEY_DIM + (part * 32 + column) * KEY_DIM + k0;
   float4 s[4];
   pdl_wait();
   pdl_trigger();
+  const int rows = a.where[2];
+  float *state = a.state + ((a.where[0] * VALUE_HEADS + head) * VALUE_DIM + part * 32 + column) * KEY_DIM + k0;
 #pragma unroll
   for (int i = 0; i < 4; i++)
-    s[i] = a.start ? *(const float4 *)(state + 32 * i) : make_float4(0.f, 0.f, 0.f, 0.f);
+    s[i] = a.where[1] ? *(const float4 *)(state + 32 * i) : make_float4(0.f, 0.f, 0.f, 0.f);
   const auto stage = [&](int set, int buffer) {  // 8 tokens x 128 q and k: one vector a thread
     const int token = tid / 32, row = set * STAGE + token, c = tid % 32 * 4;
-    if (row >= a.rows) return;
+    if (row >= rows) return;
     const float *m = a.mixed + (size_t)row * CONV_WIDTH;
     *(float4 *)(&qs[buffer][token][c]) = *(const float4 *)(m + key_head * KEY_DIM + c);
     *(float4 *)(&ks[buffer][token][c]) = *(const float4 *)(m + KEY_WIDTH + key_head * KEY_DIM + c);
     vs[buffer][token][tid % 32] = m[2 * KEY_WIDTH + head * VALUE_DIM + part * 32 + tid % 32];
     if (tid % 32 < 2) gs[buffer][token][tid % 32] = a.gates[(row * 2 + tid % 32) * VALUE_HEADS + head];
   };
-  const int sets = (a.rows + STAGE - 1) / STAGE;
+  const int sets = (rows + STAGE - 1) / STAGE;
   stage(0, 0);
   __syncthreads();
   for (int set = 0; set < sets; set++) {
-    const int buffer = set & 1, tokens = min(STAGE, a.rows - set * STAGE);
+    const int buffer = set & 1, tokens = min(STAGE, rows - set * STAGE);
     if (set + 1 < sets) stage(set + 1, buffer ^ 1);
     for (int token = 0; token < tokens; token++) {
       const float g = gs[buffer][token][0], beta = gs[buffer][token][1];

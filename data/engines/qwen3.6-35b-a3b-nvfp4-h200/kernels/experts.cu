@@ -83,14 +83,17 @@ struct MoeArgs {
   int block_stride, row_stride;  // of x: column c of row r at c / 256 * block + r * row + c % 256
 };
 
-// One warp produces, the others consume: a block walks over (unit, MOE_WARPS row tiles) items, 256
-// columns a stage. The producer reads the lists and asks for weights and activations stages ahead.
-#define MOE_WARPS 16
-#define MOE_STAGES 5
-#define STAGE_K 256
+// One warp produces, the others consume: a block walks over (unit, MOE_TILES row tiles) items, 512
+// columns a stage. The producer reads the lists and asks for weights and activations stages ahead;
+// two warps share a tile, each half of the stage's columns.
+#define MOE_TILES 8
+#define MOE_WARPS (2 * MOE_TILES)
+#define MOE_STAGES 4
+#define STAGE_K 512
 #define TILE_BYTES (STAGE_K / 128 * GROUP_BYTES)
-#define ROW_STRIDE (STAGE_K + 16)
-#define STAGE_BYTES (MOE_WARPS * TILE_BYTES + UNIT_ROWS * ROW_STRIDE * 2)
+#define HALF_STRIDE (STAGE_K / 2 + 16)           // fp16 elements of a padded half row
+#define HALF_BYTES (UNIT_ROWS * HALF_STRIDE * 2)
+#define STAGE_BYTES (MOE_TILES * TILE_BYTES + 2 * HALF_BYTES)
 
 struct Item {
   int count;               // rows
@@ -102,26 +105,14 @@ struct Item {
 struct MoeMemory {
   u64 full[MOE_STAGES], empty[MOE_STAGES];
   Item items[MOE_STAGES];
+  float4 halves[2][MOE_TILES][32];  // sums of the second warp of a tile, by turns
 };
-
-template <int NB>
-__device__ __forceinline__ void dot_stage(const u8 *tile, const u16 *xs, int count, float *acc) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const u16 *x = xs + min(g % NB, count - 1) * ROW_STRIDE + g / NB * 16 + 4 * t;
-#pragma unroll
-  for (int i = 0; i < STAGE_K / 128; i++) {
-    uint2 b[NB];
-#pragma unroll
-    for (int h = 0; h < NB; h++) b[h] = *(const uint2 *)(x + i * 128 + h * (8 / NB) * 16);
-    dot_group_at<NB>(tile + i * GROUP_BYTES, b, acc);
-  }
-}
 
 // Asks for all stages of all items of this block; runs in one warp.
 template <int K, int TILES, bool GATE_UP>
 __device__ __forceinline__ void produce(const MoeArgs &a, int items, int units, u8 *memory,
                                         MoeMemory &m) {
-  constexpr int STEPS = K / STAGE_K, PARTS = TILES / MOE_WARPS;
+  constexpr int STEPS = K / STAGE_K, PARTS = TILES / MOE_TILES;
   const int lane = threadIdx.x & 31;
   const u64 policy = stream_policy();
   asm volatile("fence.proxy.async.global;" ::: "memory");  // x was written by ordinary stores
@@ -132,12 +123,12 @@ __device__ __forceinline__ void produce(const MoeArgs &a, int items, int units, 
     const int first = shared ? (u - units) * UNIT_ROWS : a.units[2 + u * 3];
     const int count = shared ? min(a.rows - first, UNIT_ROWS) : a.units[3 + u * 3];
     const long long tile =
-        (shared ? 0 : (long long)a.units[1 + u * 3] * TILES) + item % PARTS * MOE_WARPS;
+        (shared ? 0 : (long long)a.units[1 + u * 3] * TILES) + item % PARTS * MOE_TILES;
     int member = 0;
     if (lane < count) member = shared ? (first + lane) * ROWS_PER_TOKEN + TOP_K : a.members[first + lane];
     const u16 *x = a.x + (size_t)(GATE_UP ? member / ROWS_PER_TOKEN : member) * a.row_stride;
     const u8 *w = (const u8 *)(shared ? a.shared_weight : a.weight) +
-                  (size_t)(tile + lane % MOE_WARPS) * STEPS * TILE_BYTES;
+                  (size_t)(tile + lane % MOE_TILES) * STEPS * TILE_BYTES;
     for (int step = 0; step < STEPS; step++) {
       if (round) barrier_wait(m.empty + stage, round - 1 & 1);
       if (lane < UNIT_ROWS) m.items[stage].members[lane] = member;
@@ -147,22 +138,45 @@ __device__ __forceinline__ void produce(const MoeArgs &a, int items, int units, 
         m.items[stage].tile = tile;
       }
       __syncwarp();
-      if (lane == 0) barrier_expect(m.full + stage, MOE_WARPS * TILE_BYTES + count * STAGE_K * 2);
+      if (lane == 0) barrier_expect(m.full + stage, MOE_TILES * TILE_BYTES + count * STAGE_K * 2);
       __syncwarp();
       u8 *to = memory + stage * STAGE_BYTES;
-      if (lane < MOE_WARPS)
+      if (lane < MOE_TILES)
         bulk_copy(to + lane * TILE_BYTES, w + step * TILE_BYTES, TILE_BYTES, m.full + stage, policy);
       if (lane < count)
-        bulk_copy(to + MOE_WARPS * TILE_BYTES + lane * ROW_STRIDE * 2, x + step * a.block_stride,
-                  STAGE_K * 2, m.full + stage);
+        for (int half = 0; half < 2; half++)
+          bulk_copy(to + MOE_TILES * TILE_BYTES + half * HALF_BYTES + lane * HALF_STRIDE * 2,
+                    x + (step * 2 + half) * a.block_stride, STAGE_K, m.full + stage);
       if (++stage == MOE_STAGES) stage = 0, round++;
+    }
+  }
+}
+
+// Lane (g, t) holds columns 2t, 2t + 1 of rows g (x, y) and g + 8 (z, w) of a tile's product.
+template <int TILES, bool GATE_UP>
+__device__ __forceinline__ void finish_tile(const MoeArgs &a, const Item &item, int own, float4 sum) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int within = item.tile % TILES + own;
+  const float *alpha = (item.shared ? a.shared_alpha : a.alpha) + (item.tile + own) * 2;
+  const float top = alpha[0] * FP4_UNIT, bottom = alpha[1] * FP4_UNIT;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    if (2 * t + i >= item.count) continue;
+    const size_t member = item.members[2 * t + i];
+    const float first = i ? sum.y : sum.x, second = i ? sum.w : sum.z;
+    if (GATE_UP) {
+      a.h[member * WIDTH + within * 8 + g] = to_half(silu(first * top) * second * bottom * H_SCALE);
+    } else {
+      float *out = a.out + member * HIDDEN + within * 16 + g;
+      out[0] = first * (top / H_SCALE);
+      out[8] = second * (bottom / H_SCALE);
     }
   }
 }
 
 template <int K, int TILES, bool GATE_UP>
 __device__ __forceinline__ void expert_items(const MoeArgs &a) {
-  constexpr int STEPS = K / STAGE_K, PARTS = TILES / MOE_WARPS;
+  constexpr int STEPS = K / STAGE_K, PARTS = TILES / MOE_TILES;
   extern __shared__ __align__(128) u8 memory[];
   __shared__ MoeMemory m;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -183,39 +197,26 @@ __device__ __forceinline__ void expert_items(const MoeArgs &a) {
     produce<K, TILES, GATE_UP>(a, items, units, memory, m);
     return;
   }
-  int stage = 0, round = 0;
-  for (int item = blockIdx.x; item < items; item += gridDim.x) {
-    float acc[4] = {0.f, 0.f, 0.f, 0.f};
-    int count = 0;
+  const int own = warp % MOE_TILES, half = warp / MOE_TILES;
+  int stage = 0, round = 0, turn = 0;
+  for (int item = blockIdx.x; item < items; item += gridDim.x, turn ^= 1) {
+    float acc[4][4] = {};
     for (int step = 0; step < STEPS; step++) {
       barrier_wait(m.full + stage, round & 1);
-      count = m.items[stage].count;
-      const u8 *tile = memory + stage * STAGE_BYTES + warp * TILE_BYTES;
-      const u16 *xs = (const u16 *)(memory + stage * STAGE_BYTES + MOE_WARPS * TILE_BYTES);
-      if (count == 1) dot_stage<1>(tile, xs, count, acc);
-      else if (count == 2) dot_stage<2>(tile, xs, count, acc);
-      else if (count <= 4) dot_stage<4>(tile, xs, count, acc);
-      else dot_stage<8>(tile, xs, count, acc);
-      if (step == STEPS - 1) {
-        const Item &it = m.items[stage];
-        const int within = it.tile % TILES + warp;
-        const float *alpha = (it.shared ? a.shared_alpha : a.alpha) + (it.tile + warp) * 2;
-        const float top = alpha[0] * FP4_UNIT, bottom = alpha[1] * FP4_UNIT;
-        if (count == 1) fold_columns<1>(acc);
-        else if (count == 2) fold_columns<2>(acc);
-        else if (count <= 4) fold_columns<4>(acc);
+      const u8 *tile = memory + stage * STAGE_BYTES + own * TILE_BYTES + half * TILE_BYTES / 2;
+      const u16 *x = (const u16 *)(memory + stage * STAGE_BYTES + MOE_TILES * TILE_BYTES +
+                                   half * HALF_BYTES) +
+                     g * HALF_STRIDE + 4 * t;  // columns of missing rows are never read
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-          if (2 * t + i >= count) continue;
-          const size_t member = it.members[2 * t + i];
-          if (GATE_UP) {
-            a.h[member * WIDTH + within * 8 + g] =
-                to_half(silu(acc[i] * top) * acc[2 + i] * bottom * H_SCALE);
-          } else {
-            float *out = a.out + member * HIDDEN + within * 16 + g;
-            out[0] = acc[i] * (top / H_SCALE);
-            out[8] = acc[2 + i] * (bottom / H_SCALE);
-          }
+      for (int i = 0; i < STAGE_K / 256; i++) dot_group(tile + i * GROUP_BYTES, x + i * 128, acc);
+      if (step == STEPS - 1) {
+        float4 sum = {four_sum(acc, 0), four_sum(acc, 1), four_sum(acc, 2), four_sum(acc, 3)};
+        if (half) m.halves[turn][own][lane] = sum;
+        asm volatile("bar.sync %0, 64;" ::"r"(1 + own) : "memory");  // the tile's two warps
+        if (!half) {
+          const float4 other = m.halves[turn][own][lane];
+          sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
+          finish_tile<TILES, GATE_UP>(a, m.items[stage], own, sum);
         }
       }
       __syncwarp();

@@ -1,4 +1,4 @@
-// Products of one token. A block owns whole row tiles, its eight warps split K; the weights come
+// Products of one token. A block owns whole row tiles, its sixteen warps split K; the weights come
 // through a queue of bulk copies, the first of them before the predecessor has finished.
 
 struct SingleArgs {
@@ -20,8 +20,8 @@ struct SingleArgs {
 enum { FP8, NVFP4, F16 };
 enum { NORM, GATED, RAW };
 enum { STORE, RESIDUAL, SWIGLU };
-#define SINGLE_THREADS 256
-#define WARPS 8
+#define SINGLE_THREADS 512
+#define WARPS 16
 #define MAX_TILES 8
 
 // Zero-centred RMS norm of the residual stream into shared fp16.
@@ -49,7 +49,7 @@ __device__ __forceinline__ void norm_to_shared(const float *x, const NormWeights
   __syncthreads();
 }
 
-// Norm of each value head times SiLU of the gate; eight neighbouring threads own a head.
+// Norm of each value head times SiLU of the gate; sixteen neighbouring threads own a head.
 __device__ __forceinline__ void gate_to_shared(const float *o, const float *z, const float *norm,
                                                float eps, u16 *xs) {
   constexpr int PER = VALUE_WIDTH / SINGLE_THREADS, THREADS = VALUE_DIM / PER;
@@ -89,45 +89,40 @@ template <int PRO> __device__ __forceinline__ void prologue(const SingleArgs &a,
 
 constexpr int tile_bytes(int kind, int k) { return k * (kind == F16 ? 32 : kind == FP8 ? 16 : 9); }
 
-// One warp's K slice of a tile in shared memory -> 16 row sums in red[0..15].
-template <int KIND, int K>
-__device__ __forceinline__ void tile_rows(const u8 *tile, const u16 *xs, float *red) {
-  constexpr int CHUNK = KIND == FP8 ? 32 : KIND == NVFP4 ? 64 : 16, CH = K / WARPS / CHUNK;
+// One warp's K slice of COUNT tiles in shared memory -> 16 row sums each, at red[tile][warp].
+template <int KIND, int K, int COUNT>
+__device__ __forceinline__ void tile_rows(const u8 *const *tiles, const u16 *xs,
+                                          float (*red)[WARPS][16]) {
+  constexpr int CHUNK = KIND == FP8 ? 32 : KIND == NVFP4 ? 128 : 16, CH = K / WARPS / CHUNK;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const uint4 *q = (const uint4 *)tile + warp * CH * 32 + lane;
-  const u16 *x = xs + warp * (K / WARPS);
-  float acc[4] = {0.f, 0.f, 0.f, 0.f}, odd[4] = {0.f, 0.f, 0.f, 0.f};
-  if (KIND == NVFP4) {
-    constexpr int GROUPS = K / WARPS / 128;
-#pragma unroll
-    for (int i = 0; i < GROUPS; i++) {
-      const uint2 b = *(const uint2 *)(x + i * 128 + 4 * lane);
-      dot_group_at<1>(tile + (warp * GROUPS + i) * GROUP_BYTES, &b, acc);
-    }
-    fold_columns<1>(acc);
-    acc[0] *= FP4_UNIT;
-    acc[2] *= FP4_UNIT;
-  } else {
+  const u16 *x = xs + warp * (K / WARPS) + 4 * t;
+  float acc[COUNT][4][4] = {};
 #pragma unroll 8
-    for (int c = 0; c < CH; c++) {
-      const uint4 v = q[c * 32];
+  for (int c = 0; c < CH; c++)
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+      if (KIND == NVFP4) {
+        dot_group(tiles[i] + (warp * CH + c) * GROUP_BYTES, x + c * 128, acc[i]);
+        continue;
+      }
+      const uint4 v = ((const uint4 *)tiles[i])[(warp * CH + c) * 32 + lane];
       u32 a[4] = {v.x, v.y, v.z, v.w};
       if (KIND == F16) {
-        mma(c & 1 ? odd : acc, a, *(const uint2 *)(x + c * 16 + 4 * t));
+        mma(acc[i][c & 3], a, *(const uint2 *)(x + c * 16));
       } else {
         unpack_fp8(v.x, v.y, a);
-        mma(acc, a, *(const uint2 *)(x + c * 32 + 4 * t));
+        mma(acc[i][c & 1 ? 2 : 0], a, *(const uint2 *)(x + c * 32));
         unpack_fp8(v.z, v.w, a);
-        mma(odd, a, *(const uint2 *)(x + c * 32 + 16 + 4 * t));
+        mma(acc[i][c & 1 ? 3 : 1], a, *(const uint2 *)(x + c * 32 + 16));
       }
     }
-    acc[0] += odd[0];
-    acc[2] += odd[2];
-  }
-  if (t == 0) {
-    red[g] = acc[0];
-    red[g + 8] = acc[2];
-  }
+  const float unit = KIND == NVFP4 ? FP4_UNIT : 1.f;
+#pragma unroll
+  for (int i = 0; i < COUNT; i++)
+    if (t == 0) {  // every column holds the same token
+      red[i][warp][g] = four_sum(acc[i], 0) * unit;
+      red[i][warp][g + 8] = four_sum(acc[i], 2) * unit;
+    }
 }
 
 // Tiles first, first + stride, ... of a matrix through STAGES buffers; sums land in red.
@@ -150,17 +145,25 @@ __device__ __forceinline__ void stream_tiles(const SingleArgs &a, const uint4 *w
   prologue<PRO>(a, xs, scratch, K);
   // The successor starts, and asks for its weights, when nothing is left to ask for here.
   if (count <= STAGES && threadIdx.x == 0) pdl_trigger();
+  // Two tiles at a time, so that their products overlap.
 #pragma unroll 1
-  for (int i = 0; i < count; i++) {
+  for (int i = 0; i < count; i += 2) {
+    const int pair = min(2, count - i);
+    const u8 *tiles[2] = {memory + i % STAGES * tile_bytes(KIND, K),
+                          memory + (i + 1) % STAGES * tile_bytes(KIND, K)};
     barrier_wait(full + i % STAGES, i / STAGES & 1);
-    tile_rows<KIND, K>(memory + i % STAGES * tile_bytes(KIND, K), xs, red[i][threadIdx.x >> 5]);
+    if (pair == 2) barrier_wait(full + (i + 1) % STAGES, (i + 1) / STAGES & 1);
+    if (STAGES > 1 && pair == 2) tile_rows<KIND, K, STAGES == 1 ? 1 : 2>(tiles, xs, red + i);
+    else tile_rows<KIND, K, 1>(tiles, xs, red + i);
     if (i + STAGES >= count) continue;
     __syncwarp();
-    if ((threadIdx.x & 31) == 0) barrier_arrive(empty + i % STAGES);
-    if (threadIdx.x == 0) {
-      barrier_wait(empty + i % STAGES, i / STAGES & 1);
-      request(i + STAGES);
-      if (i + STAGES == count - 1) pdl_trigger();
+    for (int j = 0; j < pair && i + j + STAGES < count; j++) {
+      if ((threadIdx.x & 31) == 0) barrier_arrive(empty + (i + j) % STAGES);
+      if (threadIdx.x == 0) {
+        barrier_wait(empty + (i + j) % STAGES, (i + j) / STAGES & 1);
+        request(i + j + STAGES);
+        if (i + j + STAGES == count - 1) pdl_trigger();
+      }
     }
   }
   __syncthreads();
@@ -210,7 +213,7 @@ __device__ __forceinline__ void single_linear(const SingleArgs &a) {
 }
 
 #define SINGLE(name, kind, k, pro, epi, stages)                                                \
-  extern "C" __global__ void __launch_bounds__(SINGLE_THREADS, 2) name(const SingleArgs a) {   \
+  extern "C" __global__ void __launch_bounds__(SINGLE_THREADS) name(const SingleArgs a) {   \
     single_linear<kind, k, pro, epi, stages>(a);                                               \
   }
 SINGLE(single_in, FP8, HIDDEN, NORM, STORE, IN_STAGES)  // GDN projections and gates; QKV
@@ -232,7 +235,7 @@ struct ExpertArgs {
 
 // Gate and up of the chosen experts: block (rank, four tiles).
 #define UP_TILES 4
-extern "C" __global__ void __launch_bounds__(SINGLE_THREADS, 2) single_gate_up(const ExpertArgs a) {
+extern "C" __global__ void __launch_bounds__(SINGLE_THREADS) single_gate_up(const ExpertArgs a) {
   constexpr int TILES = WIDTH / 8, BYTES = tile_bytes(NVFP4, HIDDEN);
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(16) u16 xs[HIDDEN];
@@ -265,9 +268,11 @@ extern "C" __global__ void __launch_bounds__(SINGLE_THREADS, 2) single_gate_up(c
     alpha[1] = a.alpha[(tile + threadIdx.x / 8) * 2 + 1];
   }
 #pragma unroll 1
-  for (int i = 0; i < UP_TILES; i++) {
+  for (int i = 0; i < UP_TILES; i += 2) {
     barrier_wait(full + i, 0);
-    tile_rows<NVFP4, HIDDEN>(memory + i * BYTES, xs, red[i][threadIdx.x >> 5]);
+    barrier_wait(full + i + 1, 0);
+    const u8 *tiles[2] = {memory + i * BYTES, memory + (i + 1) * BYTES};
+    tile_rows<NVFP4, HIDDEN, 2>(tiles, xs, red + i);
   }
   __syncthreads();
   if (threadIdx.x < UP_TILES * 8) {
@@ -284,48 +289,55 @@ extern "C" __global__ void __launch_bounds__(SINGLE_THREADS, 2) single_gate_up(c
 }
 
 // Down of the chosen experts and the shared one, combined into the residual stream.
-// Block: one row tile; warp: one expert. The routing was finished two kernels ago.
-extern "C" __global__ void __launch_bounds__(ROWS_PER_TOKEN * 32) single_down(const ExpertArgs a) {
-  constexpr int GROUPS = WIDTH / 128, TILES = HIDDEN / 16;
-  __shared__ float red[ROWS_PER_TOKEN][16];
+// Block: one row tile; two warps share an expert. The routing was finished two kernels ago.
+#define DOWN_WARPS (2 * ROWS_PER_TOKEN)
+extern "C" __global__ void __launch_bounds__(DOWN_WARPS * 32) single_down(const ExpertArgs a) {
+  constexpr int GROUPS = WIDTH / 128 / 2, TILES = HIDDEN / 16;
+  __shared__ __align__(16) u16 hs[DOWN_WARPS][WIDTH / 2];
+  __shared__ float red[DOWN_WARPS][16], weights[ROWS_PER_TOKEN];
+  __shared__ int ids[ROWS_PER_TOKEN];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, tile = blockIdx.x;
-  int id;
-  float weight;
+  const int rank = warp / 2, half = warp % 2;
   const float before = a.x[tile * 16 + lane % 16];
-  top_experts(a.logits, id, weight);
-  const bool shared = warp == TOP_K;
-  const size_t where = (shared ? 0 : (size_t)__shfl_sync(~0u, id, warp) * TILES) + tile;
-  weight = shared ? sigmoid(a.logits[EXPERTS]) : __shfl_sync(~0u, weight, warp);
-  const u8 *w = (const u8 *)(shared ? a.shared_weight : a.weight) + where * GROUPS * GROUP_BYTES;
+  if (warp == 0) {
+    int id;
+    float weight;
+    top_experts(a.logits, id, weight);
+    if (lane < TOP_K) ids[lane] = id, weights[lane] = weight;
+    if (lane == TOP_K) ids[lane] = 0, weights[lane] = sigmoid(a.logits[EXPERTS]);
+  }
+  __syncthreads();
+  const bool shared = rank == TOP_K;
+  const size_t where = (size_t)ids[rank] * TILES + tile;
+  const float weight = weights[rank];
+  const u8 *w = (const u8 *)(shared ? a.shared_weight : a.weight) +
+                (where * 2 + half) * GROUPS * GROUP_BYTES;
   const float *alpha = (shared ? a.shared_alpha : a.alpha) + where * 2;
-  uint4 q[GROUPS][2];
-  u32 s[GROUPS];
+  uint4 q[GROUPS][2], s[GROUPS];
 #pragma unroll
   for (int i = 0; i < GROUPS; i++) {
     const uint4 *codes = (const uint4 *)(w + i * GROUP_BYTES) + lane;
     q[i][0] = load_stream(codes);
     q[i][1] = load_stream(codes + 32);
-    s[i] = load_stream((const u32 *)(w + i * GROUP_BYTES + GROUP_CODES) + lane);
+    s[i] = load_stream((const uint4 *)(w + i * GROUP_BYTES + GROUP_CODES) + (lane >> 2));
   }
   const float scale[2] = {alpha[0] * weight / H_SCALE, alpha[1] * weight / H_SCALE};
   pdl_wait();
   pdl_trigger();
-  float acc[4] = {0.f, 0.f, 0.f, 0.f};
+  *(uint4 *)(hs[warp] + lane * 8) = *(const uint4 *)(a.h + warp * (WIDTH / 2) + lane * 8);
+  __syncwarp();
+  float acc[4][4] = {};
 #pragma unroll
-  for (int i = 0; i < GROUPS; i++) {
-    const uint2 b = *(const uint2 *)(a.h + warp * WIDTH + i * 128 + 4 * lane);
-    dot_group<1>(q[i], s + i, &b, acc);
-  }
-  fold_columns<1>(acc);
+  for (int i = 0; i < GROUPS; i++) dot_group(q[i], s[i], hs[warp] + i * 128 + 4 * (lane & 3), acc);
   if ((lane & 3) == 0) {
-    red[warp][lane >> 2] = acc[0] * FP4_UNIT * scale[0];
-    red[warp][8 + (lane >> 2)] = acc[2] * FP4_UNIT * scale[1];
+    red[warp][lane >> 2] = four_sum(acc, 0) * FP4_UNIT * scale[0];
+    red[warp][8 + (lane >> 2)] = four_sum(acc, 2) * FP4_UNIT * scale[1];
   }
   __syncthreads();
   if (threadIdx.x < 16) {
     float v = before;
 #pragma unroll
-    for (int e = 0; e < ROWS_PER_TOKEN; e++) v += red[e][threadIdx.x];
+    for (int e = 0; e < DOWN_WARPS; e++) v += red[e][threadIdx.x];
     a.x[tile * 16 + threadIdx.x] = v;
   }
 }
@@ -333,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(ROWS_PER_TOKEN * 32) single_down(co
 // Logits of one token: a warp owns a tile, 512 columns a stage through the warp's own queue.
 #define HEAD_STAGES 2
 #define HEAD_BYTES (4 * GROUP_BYTES)
-extern "C" __global__ void __launch_bounds__(SINGLE_THREADS, 2) single_head(const SingleArgs a) {
+extern "C" __global__ void __launch_bounds__(SINGLE_THREADS) single_head(const SingleArgs a) {
   constexpr int PIECES = HIDDEN / 512;
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(16) u16 xs[HIDDEN];
@@ -361,28 +373,27 @@ extern "C" __global__ void __launch_bounds__(SINGLE_THREADS, 2) single_head(cons
   pdl_wait();
   pdl_trigger();
   norm_to_shared(a.x, norm, a.eps, xs, scratch);
-  float acc[4], top = 0.f, bottom = 0.f;
+  float acc[4][4], top = 0.f, bottom = 0.f;
 #pragma unroll 1
   for (int p = 0; p < pieces; p++) {
     const int tile = first + p / PIECES * stride, stage = p % HEAD_STAGES;
     if (p % PIECES == 0) {
-      acc[0] = acc[1] = acc[2] = acc[3] = 0.f;
+#pragma unroll
+      for (int i = 0; i < 16; i++) acc[i / 4][i % 4] = 0.f;
       top = a.alpha[tile * 2] * FP4_UNIT;
       bottom = a.alpha[tile * 2 + 1] * FP4_UNIT;
     }
     barrier_wait(barriers[warp] + stage, p / HEAD_STAGES & 1);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const uint2 b = *(const uint2 *)(xs + p % PIECES * 512 + i * 128 + 4 * lane);
-      dot_group_at<1>(mine + stage * HEAD_BYTES + i * GROUP_BYTES, &b, acc);
-    }
+    for (int i = 0; i < 4; i++)
+      dot_group(mine + stage * HEAD_BYTES + i * GROUP_BYTES,
+                xs + p % PIECES * 512 + i * 128 + 4 * (lane & 3), acc);
     __syncwarp();
     if (lane == 0) request(p + HEAD_STAGES);
     if (p % PIECES < PIECES - 1) continue;
-    fold_columns<1>(acc);
     if ((lane & 3) == 0) {
-      a.y[tile * 16 + (lane >> 2)] = acc[0] * top;
-      a.y[tile * 16 + 8 + (lane >> 2)] = acc[2] * bottom;
+      a.y[tile * 16 + (lane >> 2)] = four_sum(acc, 0) * top;
+      a.y[tile * 16 + 8 + (lane >> 2)] = four_sum(acc, 2) * bottom;
     }
   }
 }
