@@ -169,6 +169,7 @@ class Engine:
         """Ends a waiting or running request; ValueError for any other id."""
         for request in [*self.running, *self.waiting]:
             if request.id == request_id:
+                self.ready = [result for result in self.ready if result[0] != request_id]
                 return self._finish(request)
         raise ValueError(f"request_id: {request_id!r} is unknown or finished")
 
