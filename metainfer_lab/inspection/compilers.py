@@ -57,7 +57,7 @@ def _nvrtc() -> ctypes.CDLL:
     ]
     if not paths:
         raise InputError("inspection: libnvrtc is missing; pip install nvidia-cuda-nvrtc")
-    return ctypes.CDLL(str(sorted(paths)[0]))
+    return ctypes.CDLL(str(max(paths, key=lambda path: path.name)))
 
 
 def _bytes(lib: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:

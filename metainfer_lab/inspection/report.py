@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
+from metainfer_lab.errors import InputError
 from metainfer_lab.hardware import Hardware
 from metainfer_lab.inspection import compilers, sass, view
 from metainfer_lab.inspection.flow import Flow, Loop
@@ -161,9 +162,10 @@ class Report(view.Shown, Record):
 
     @property
     def widest_load(self) -> int:
-        """Bytes of a lane in the widest load from global memory."""
+        """Bytes of a lane in the widest load from global memory; a bulk copy counts as 16."""
         found = [re.fullmatch(r"(?:LDG|LDGSTS) (\d+) B", name) for name in self.accesses]
-        return max((int(match[1]) for match in found if match), default=0)
+        bulk = 16 * any(name.endswith("bulk") for name in self.accesses)
+        return max([bulk, *(int(match[1]) for match in found if match)])
 
     def check(self, budget: Budget | None = None) -> Checks:
         """The report beside a budget (by default: no local memory, issue within memory time)."""
@@ -242,7 +244,7 @@ def report(
     """The report on one of a compilation's functions; InputError when it is not among them."""
     function = functions.get(kernel.entry)
     if function is None:
-        raise compilers.InputError(
+        raise InputError(
             f"inspection: kernel {kernel.name}: no function {kernel.entry!r} in "
             f"{', '.join(kernel.files)}; there are {', '.join(sorted(functions))}"
         )
@@ -302,7 +304,7 @@ def _accesses(path: Sequence[sass.Instruction]) -> dict[str, int]:
     return _counted(step.access for step in path if step.access)
 
 
-def _counted(names) -> dict[str, int]:
+def _counted(names: Iterable[str]) -> dict[str, int]:
     return dict(Counter(names).most_common())
 
 
