@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 Dtype = Literal["float32", "float64"]
-Rounding = Literal["symmetric", "asymmetric"]
+Rounding = Literal["symmetric", "asymmetric", "bfloat16"]
 TIMEOUT_S = 600.0
 SMALL = 10_000_000  # parameters: below it a second thread costs more than it gains
 
@@ -86,8 +86,9 @@ class Oracle:
     ) -> np.ndarray:
         """Logits [len(positions), V] in the oracle's dtype, after tokens[0 .. position].
 
-        rounding: round the input of every matrix product to 8 bits, one scale per token, to see
-        what that costs; without it nothing is rounded.
+        rounding: to see what a number format costs. symmetric, asymmetric: the input of every
+        matrix product is rounded to 8 bits, one scale per token; bfloat16: what enters and leaves
+        every module is rounded.
         """
         asked = {"tokens": [int(t) for t in tokens], "positions": [int(p) for p in positions]}
         return self._call(op="logits", rounding=rounding, **asked)["logits"]
@@ -148,14 +149,20 @@ class Service:
 
     @contextmanager
     def _rounding(self, rounding: Rounding | None) -> Iterator[None]:
-        """Round what enters each linear module, as long as the context lasts."""
+        """Round what passes between modules, as long as the context lasts."""
         import torch
 
-        def rounded(_: Any, args: tuple[torch.Tensor]) -> torch.Tensor:
-            return ROUND[rounding](args[0])
+        def before(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(ROUND[rounding](x) if _is_wide(x) else x for x in args)
 
-        linears = [m for m in self.model.modules() if isinstance(m, torch.nn.Linear)]
-        hooks = [m.register_forward_pre_hook(rounded) for m in linears] if rounding else []
+        def after(_: Any, args: tuple[Any, ...], out: Any) -> Any:
+            return ROUND[rounding](out) if _is_wide(out) else out
+
+        kinds = torch.nn.Module if rounding == "bfloat16" else torch.nn.Linear
+        leaves = [m for m in self.model.modules() if isinstance(m, kinds) and not [*m.children()]]
+        hooks = [m.register_forward_pre_hook(before) for m in leaves] if rounding else []
+        if rounding == "bfloat16":
+            hooks += [m.register_forward_hook(after) for m in leaves]
         try:
             yield
         finally:
@@ -234,7 +241,22 @@ def round_asymmetric(x: torch.Tensor) -> torch.Tensor:
     return (((x / scale).round() + zero).clamp(0, 255) - zero) * scale
 
 
-ROUND = {"symmetric": round_symmetric, "asymmetric": round_asymmetric}
+def round_bfloat16(x: torch.Tensor) -> torch.Tensor:
+    """x rounded to bfloat16, in the dtype that it had."""
+    return x.bfloat16().to(x.dtype)
+
+
+ROUND = {
+    "symmetric": round_symmetric,
+    "asymmetric": round_asymmetric,
+    "bfloat16": round_bfloat16,
+}
+
+
+def _is_wide(x: Any) -> bool:
+    import torch
+
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
 def exact_rotary(config: Any) -> Any:

@@ -17,7 +17,7 @@ from metainfer_lab.gates.alone import complaints
 from metainfer_lab.gates.compare import Truth, compare_logits, kl_divergence
 from metainfer_lab.gates.mutants import Mutant, load_fakes, load_mutants
 from metainfer_lab.gates.sampling import chi_square, probabilities
-from metainfer_lab.gates.tolerances import calibrated, fixed
+from metainfer_lab.gates.tolerances import CALIBRATED, calibrated, fixed
 from metainfer_lab.gates.trial import Trial
 from metainfer_lab.gates.verdict import Findings
 from metainfer_lab.paths import ENGINES
@@ -138,7 +138,7 @@ def test_calibrated_allowances_follow_the_noise():
     noise = [spread * rows() for _ in range(2)]
     error = np.linalg.norm(noise[0], axis=1) / np.linalg.norm(want, axis=1)
     kl = kl_divergence(want + noise[0], want)
-    truth = Truth(want, calibrated(error, kl, error))
+    truth = Truth(want, calibrated(CALIBRATED["int8_dynamic"], error, kl, error))
     for factor, passes in ((1.0, True), (2.0, False)):
         got = (want + factor * noise[1]).astype(np.float32)
         assert compare_logits(Findings(), "case", got, truth, range(len(want))) == passes

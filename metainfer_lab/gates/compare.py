@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from metainfer_lab.engine import StepResult
-from metainfer_lab.gates.tolerances import LEAST_ROWS, Allowance, Depth, calibrated, fixed
+from metainfer_lab.gates.tolerances import (
+    LEAST_ROWS,
+    Allowance,
+    Calibration,
+    Depth,
+    calibrated,
+    fixed,
+)
 from metainfer_lab.gates.verdict import Findings
 from metainfer_lab.oracle import Oracle
 
@@ -34,18 +41,20 @@ def fixed_truth(
     return Truth(oracle.logits(tokens, positions), fixed(activations, depth, len(positions)))
 
 
-def calibrated_truth(oracle: Oracle, tokens: Sequence[int], positions: Sequence[int]) -> Truth:
+def calibrated_truth(
+    oracle: Oracle,
+    by: Calibration,
+    tokens: Sequence[int],
+    positions: Sequence[int],
+) -> Truth:
     """The oracle's answer with tolerances from its own answers under rounded activations."""
     logits = oracle.logits(tokens, positions)
-    rounded = [
-        oracle.logits(tokens, positions, "symmetric"),
-        oracle.logits(tokens, positions, "asymmetric"),
-    ]
+    rounded = [oracle.logits(tokens, positions, rounding) for rounding in by.roundings]
     errors = (
         np.max([measure(other, logits) for other in rounded], axis=0)
         for measure in (relative_l2, kl_divergence, _rms_logprob)
     )
-    return Truth(logits, calibrated(*errors))
+    return Truth(logits, calibrated(by, *errors))
 
 
 def relative_l2(got: np.ndarray, want: np.ndarray) -> np.ndarray:

@@ -70,7 +70,9 @@ class Trial:
         """A fresh tiny checkpoint of the spec's family, dims drawn within the engine's granules."""
         dims = draw_dims(self.rng, self.dims, self.manifest.granules, **fixed)
         seed = int(self.rng.integers(2**62))
-        return tiny_checkpoint(self.dims.family, seed, self.new_folder(), shards=shards, **dims)
+        dtype = "bfloat16" if self.activations == "bf16" else "float32"
+        folder = self.new_folder()
+        return tiny_checkpoint(self.dims.family, seed, folder, shards=shards, dtype=dtype, **dims)
 
     def real(self) -> Path | None:
         """The spec's own checkpoint, where its weights can be had without a model hub."""
@@ -125,7 +127,7 @@ class Trial:
         if self.activations in CALIBRATED:
             # beside the cost of 8 bits, float32 is exact; at full size float64 takes minutes
             oracle = self.oracle(checkpoint, "float64" if depth == "tiny" else "float32")
-            return partial(calibrated_truth, oracle)
+            return partial(calibrated_truth, oracle, CALIBRATED[self.activations])
         return partial(fixed_truth, self.oracle(checkpoint), self.activations, depth)
 
     def end(self) -> None:
