@@ -31,13 +31,13 @@ DTYPES = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F32": torch.float3
 
 
 def narrow(model):
-    """The published config with its 256 experts and small widths; four layers of the hybrid."""
+    """The published config with its 256 experts and small widths; three layers of the hybrid."""
     config = json.loads((MODELS / model / "config.json").read_text())
     text = config.get("text_config", config)
     text |= {key: value for key, value in NARROW.items() if key in text}
     if "text_config" not in config:
         return config | {"num_hidden_layers": 4, "num_key_value_heads": 2}
-    return shallow_config(config, ["linear_attention"] * 3 + ["full_attention"])
+    return shallow_config(config, ["linear_attention"] * 2 + ["full_attention"])
 
 
 @pytest.mark.parametrize("model", ["qwen3-8b", "qwen3.6-35b-a3b", "qwen3.6-35b-a3b-nvfp4"])
@@ -80,7 +80,7 @@ def test_quantised_weights_have_the_size_of_plain_ones():
 
 def test_written_in_shards_it_runs_and_touches_most_experts(tmp_path):
     config = narrow("qwen3.6-35b-a3b-nvfp4")
-    folder = fullsize.write(config, SEED, tmp_path / "made", shard_bytes=2 << 20)
+    folder = fullsize.write(config, SEED, tmp_path / "made", shard_bytes=2 << 20, text_only=True)
     assert len(list(folder.glob("*.safetensors"))) > 3
     streams = np.random.default_rng(SEED).integers(0, 500, (32, 6)).tolist()
     settings = {"device": "cpu", "max_batch": 2, "max_context": 64, "sandbox": "auto"}
@@ -90,4 +90,4 @@ def test_written_in_shards_it_runs_and_touches_most_experts(tmp_path):
     assert np.isfinite(logits).all() and 2 < logits.std() < 5
     last = np.stack([experts[:, -1] for _, experts in scored], axis=1)  # [layers, streams, k]
     distinct = [len(np.unique(layer)) for layer in last]
-    assert np.mean(distinct) > 145  # 163 if all were alike; one step of four layers is one draw
+    assert np.mean(distinct) > 145  # 163 if all were alike; one step of three layers is one draw

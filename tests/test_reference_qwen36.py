@@ -100,6 +100,8 @@ def test_logits_are_those_of_the_oracle(
 @pytest.mark.parametrize("layers", [["linear_attention"], ["full_attention"]])
 def test_one_layer_of_each_kind(layers, oracle, tmp_path):
     folder = tiny_qwen36(SEED + 1, tmp_path / "one", layer_types=layers, wrapped=False)
+    with pytest.raises(ValueError, match="cache_bytes: 16 do not hold"):
+        load(folder, cache_bytes=16)
     engine = load(folder, cache_bytes=10**6)
     oracle.use(folder, "float64")
     want = oracle.logits(draw(90), list(range(90)))

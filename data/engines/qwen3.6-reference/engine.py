@@ -240,11 +240,14 @@ def _device(name: str) -> torch.device:
 
 def _cache_blocks(config: Config, max_batch: int, max_context: int, limit: int | None) -> int:
     """Blocks for max_batch requests of max_context, or as many as `limit` bytes hold besides a
-    slot for each request."""
-    wanted = max_batch * blocks_for(max_context)
-    if limit is None or "full_attention" not in config.layer_types:
+    slot of state for each request."""
+    wanted, size = max_batch * blocks_for(max_context), block_bytes(config, DTYPE)
+    if limit is None:
         return wanted
-    affordable = (limit - max_batch * slot_bytes(config, DTYPE)) // block_bytes(config, DTYPE)
-    if affordable < blocks_for(max_context):
-        raise ValueError(f"cache_bytes: {limit} do not hold one request of {max_context} tokens")
-    return min(wanted, affordable)
+    room = limit - max_batch * slot_bytes(config, DTYPE)
+    if room < blocks_for(max_context) * size:
+        raise ValueError(
+            f"cache_bytes: {limit} do not hold the state of {max_batch} requests "
+            f"and one of {max_context} tokens"
+        )
+    return min(wanted, room // size) if size else wanted
