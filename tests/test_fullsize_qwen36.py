@@ -80,7 +80,7 @@ def test_quantised_weights_have_the_size_of_plain_ones():
 
 def test_written_in_shards_it_runs_and_touches_most_experts(tmp_path):
     config = narrow("qwen3.6-35b-a3b-nvfp4")
-    folder = fullsize.write(config, SEED, tmp_path / "made", shard_bytes=2 << 20, text_only=True)
+    folder = fullsize.write(config, SEED, tmp_path / "made", shard_bytes=1 << 20, text_only=True)
     assert len(list(folder.glob("*.safetensors"))) > 3
     streams = np.random.default_rng(SEED).integers(0, 500, (32, 6)).tolist()
     settings = {"device": "cpu", "max_batch": 2, "max_context": 64, "sandbox": "auto"}
