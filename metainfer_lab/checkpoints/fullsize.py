@@ -6,8 +6,8 @@ are the same. CPU and CUDA draw different numbers from the same seed.
 
 NVFP4 codes are drawn as they are stored, all sixteen alike, with block scales of one of four
 ranges and the global scale that gives the weights their size. At 32 random streams about 160 of 256
-experts of a layer are touched in a step (40 layers at a tenth of the width: 160.1 in the mean over
-six steps, 154 in the least layer; 163 if all experts were alike).
+experts of a layer are touched in a step (40 layers at an eighth of the width: 160.1 in the mean
+over six steps, 154 in the least layer; 163 if all experts were alike).
 """
 
 from __future__ import annotations
