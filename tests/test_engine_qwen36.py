@@ -1,11 +1,15 @@
 """The Qwen3.6 NVFP4 engine on the CPU: naive operators against transformers in float32.
 
 A tiny random checkpoint is quantised in ModelOpt's layout; the oracle gets the same values, exactly
-dequantised, so 1e-5 is the tolerance of arithmetic order alone. About 30 s.
+dequantised, so 1e-5 is the tolerance of arithmetic order alone. The kernels are compiled for both
+targets without a GPU. About 40 s.
 """
 
 import importlib.util
+import itertools
 import json
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -48,6 +52,9 @@ TINY = {
     },
 }
 E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+FULL_SIZES = "data/models/qwen3.6-35b-a3b-nvfp4"
 
 
 def load_package():
@@ -250,7 +257,7 @@ def test_prefill_may_be_split_anywhere(engine, oracle):
     bounds = [0, *cuts, 41]
     with torch.inference_mode():
         slot = engine.cache.allocate(len(tokens))
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in itertools.pairwise(bounds):
             logits = engine.runner.prefill(slot, start, tokens[start:end], True)
             assert error(logits[0].numpy(), want[end - 1]) < TOLERANCE
 
@@ -383,3 +390,89 @@ def test_bad_checkpoints_are_refused_by_name(checkpoint, tmp_path):
         with pytest.raises(ValueError, match=fault) as caught:
             load_package().load(tmp_path, device="cpu", max_batch=1, max_context=8)
         assert "extra" in str(caught.value) or victim in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def cubins():
+    """{target: {file: cubin}} of all kernels at the model's full sizes."""
+    package = load_package()
+    part = lambda name: importlib.import_module(f"{package.__name__}.{name}")  # noqa: E731
+    config = part("config").read_config(FOLDER.parents[2] / FULL_SIZES)
+    sizes = part("steps").defines(config)
+    return {target: part("cuda").build(target, sizes) for target in ("sm_90a", "sm_100a")}
+
+
+def triton_tool(name, *arguments):
+    import triton
+
+    path = Path(triton.__file__).parent / "backends/nvidia/bin" / name
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+def test_kernels_compile_without_spills(cubins, target, tmp_path):
+    """Two small blocks or one large fit a multiprocessor; nothing but a few bytes goes to stack."""
+    found = {}
+    for name, cubin in cubins[target].items():
+        path = tmp_path / f"{name}.cubin"
+        path.write_bytes(cubin)
+        usage = triton_tool("cuobjdump", "-res-usage", str(path))
+        for kernel, registers, stack in re.findall(
+            r"Function (\w+):\s+REG:(\d+) STACK:(\d+)", usage
+        ):
+            found[kernel] = int(registers), int(stack)
+    assert len(found) > 30
+    assert {k: v for k, v in found.items() if v[1] > 16} == {}
+    assert max(registers for registers, _ in found.values()) <= 168
+
+
+def test_at_most_three_instructions_per_weight(cubins, tmp_path):
+    """The loop over NVFP4 slices of the single-token head: 256 weights a lane each turn."""
+    path = tmp_path / "single.cubin"
+    path.write_bytes(cubins["sm_90a"]["single.cu"])
+    text = triton_tool("nvdisasm", "-c", str(path))
+    body = text.split(".text.single_head:")[1].split(".section")[0]
+    lines = body.splitlines()
+    label = {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"(\.L_x_\d+):", line))}
+    loops = []
+    for i, line in enumerate(lines):
+        jump = re.search(r"BRA.*(\.L_x_\d+)", line)
+        if jump and label.get(jump[1], i) < i:
+            loops.append(lines[label[jump[1]] : i])
+    largest = max(loops, key=lambda loop: sum("HMMA" in line for line in loop))
+    assert sum("HMMA" in line for line in largest) == 32
+    instructions = sum(bool(re.search(r"/\*[0-9a-f]{4,5}\*/", line)) for line in largest)
+    print("instructions per weight", instructions / 256)
+    assert instructions <= 3 * 256
+
+
+OPERATOR_SIZES = TINY | {
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+    "vocab_size": 320,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_hidden_layers": 2,
+}
+
+
+def test_naive_operators_serve_any_float_dtype(tmp_path):
+    """The specification of every kernel, in float64 and float32, on the packed weights."""
+    package = load_package()
+    part = lambda name: importlib.import_module(f"{package.__name__}.{name}")  # noqa: E731
+    make_checkpoint(tmp_path, 7, OPERATOR_SIZES)
+    config = part("config").read_config(tmp_path)
+    source = part("checkpoint").Checkpoint(tmp_path, torch.device("cpu"))
+    with torch.inference_mode():
+        weights = part("weights").Loader(source, config, packed=True).load()
+        for name, operator in part("operators").OPERATORS.items():
+            rows = 1 if name.startswith("single") or name == "delta_single" else 3
+            bench = operator.inputs(config, weights, rows, 128, seed=11)
+            exact = operator.naive(bench, torch.float64)
+            close = operator.naive(bench, torch.float32)
+            for key, value in exact.items():
+                assert value.isfinite().all() and value.double().norm() > 0, (name, key)
+                assert error(close[key].double().numpy(), value.numpy()) < 1e-4, (name, key)

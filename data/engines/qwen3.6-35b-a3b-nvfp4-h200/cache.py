@@ -1,4 +1,4 @@
-"""What a sequence keeps between steps: paged keys and values, recurrent states, convolution columns."""
+"""What a sequence keeps between steps: paged keys and values, states, convolution columns."""
 
 import torch
 
@@ -51,11 +51,11 @@ class Cache:
         return -(-tokens // PAGE)
 
     def can_allocate(self, tokens: int) -> bool:
-        """Whether a sequence that may grow to `tokens` can start now and finish without eviction."""
+        """Whether a sequence of at most `tokens` can start now and finish without eviction."""
         return bool(self.free_slots) and self.pages_for(tokens) <= len(self.free_pages)
 
     def allocate(self, tokens: int) -> int:
-        """Reserve a slot and all pages for a sequence of at most `tokens`; the caller asked first."""
+        """Reserve a slot and all pages for at most `tokens`; the caller asked first."""
         assert self.can_allocate(tokens), "allocate() without can_allocate()"
         slot = self.free_slots.pop(0)
         pages = [self.free_pages.pop() for _ in range(self.pages_for(tokens))]

@@ -1,4 +1,4 @@
-"""Dimensions of the model, read from config.json and checked against the granules of this engine."""
+"""Dimensions of the model, read from config.json and checked against this engine's granules."""
 
 import json
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """CUDA C++ without a build step: NVRTC at load, a cubin cache, launches through the driver.
 
 Launches go to torch's current stream, so torch can capture them in graphs; each carries the
-programmatic-dependent-launch attribute (CUDA C++ programming guide, "programmatic dependent launch").
+programmatic-dependent-launch attribute (CUDA C++ programming guide, chapter of that name).
 """
 
 import ctypes
@@ -87,7 +87,7 @@ def build(target: str, defines: dict[str, int]) -> dict[str, bytes]:
 
 
 class LaunchAttribute(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("id", ctypes.c_int),
         ("pad", ctypes.c_char * 4),
         ("value", ctypes.c_int * 16),
@@ -95,7 +95,7 @@ class LaunchAttribute(ctypes.Structure):
 
 
 class LaunchConfig(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("grid", ctypes.c_uint * 3),
         ("block", ctypes.c_uint * 3),
         ("shared_bytes", ctypes.c_uint),

@@ -1,4 +1,4 @@
-"""The model on a GPU: a CUDA graph per decode batch size, prompts in chunks, picks on the device."""
+"""The model on a GPU: CUDA graphs for decode batches and prompts, picks on the device."""
 
 import torch
 from torch import Tensor

@@ -1,9 +1,9 @@
-"""Number formats and their packed layouts: E2M1 codes with E4M3 block scales, E4M3, 16-bit floats.
+"""Number formats and packed layouts: E2M1 codes with E4M3 block scales, E4M3, 16-bit floats.
 
-Packed layout, shared by the three kinds. A *tile* is 16 rows; along K it is cut into 16 x 16 blocks,
-one A operand of mma.m16n8k16 each. Lane (g, t) = (lane // 4, lane % 4) holds rows g and g + 8,
-columns 4t .. 4t+3, so that the B operand is four neighbouring activations. Sixteen bytes of a lane
-are 4 blocks of NVFP4, 2 of FP8, 1 of 16-bit floats, and a warp reads 512 neighbouring bytes.
+Packed layout, shared by the three kinds. A *tile* is 16 rows; along K it is cut into 16 x 16
+blocks, one A operand of mma.m16n8k16 each. Lane (g, t) = (lane // 4, lane % 4) holds rows g and
+g + 8, columns 4t .. 4t+3, so that the B operand is four neighbouring activations. Sixteen bytes of
+a lane are 4 blocks of NVFP4, 2 of FP8, 1 of 16-bit floats; a warp reads 512 neighbouring bytes.
 NVFP4 keeps its scales in the same stream: 1,024 bytes of codes, then 128 bytes of scales, are a
 *group* of 16 rows x 128 columns; four bytes of a lane scale rows g, g + 8 of blocks 2t, 2t + 1.
 """
@@ -81,12 +81,12 @@ def _from_lanes(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
 
 
 def pack(kind: str, values: torch.Tensor, scales: torch.Tensor | None):
-    """Canonical -> packed bytes [..., tiles, bytes of a tile]; scales are inside, None is returned."""
+    """Canonical -> packed bytes [..., tiles, bytes of a tile] with the scales inside, and None."""
     if kind == "nvfp4":
         codes, scales = _pack_codes(values), _pack_scales(scales)
         return torch.cat((codes, scales), -1).flatten(-2), None
     lanes = _to_lanes(values.view(torch.uint8) if kind == "fp8" else values)
-    # A operand order: (row g, first pair), (row g+8, first pair), (row g, second), (row g+8, second)
+    # A operand order: first pair of rows g and g + 8, then the second pair of both.
     lanes = lanes.unflatten(-1, (2, 2)).transpose(-3, -2).contiguous()
     *head, tiles, blocks = lanes.shape[:-4]
     per_chunk = 2 if kind == "fp8" else 1

@@ -1,4 +1,4 @@
-"""The operators in plain torch, for any float dtype: the specification that the kernels are held to.
+"""The operators in plain torch, for any float dtype: what the kernels are held to.
 
 Rows are tokens. A *segment* is a run of rows of one sequence: (slot, start position, length).
 Formulas: arXiv 2412.06464 (gated delta rule) and the model's published configuration.

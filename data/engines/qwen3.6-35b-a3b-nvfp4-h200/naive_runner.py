@@ -37,7 +37,7 @@ class NaiveRunner:
         self.seed = torch.zeros(slots, dtype=torch.int64, device=self.device)
 
     def forward(self, tokens: Tensor, segments: naive.Segments, routing: list | None = None):
-        """Hidden states [R, H] after the final norm; chosen expert ids are appended to `routing`."""
+        """Hidden states [R, H] after the final norm; expert ids are appended to `routing`."""
         w, c = self.weights, self.config
         x = w.embedding[tokens].to(self.dtype)
         counts = {Gdn: 0, Attention: 0}

@@ -114,10 +114,7 @@ class Engine:
     def step(self) -> list[tuple]:
         """Launch one prefill chunk or one decode step; return what became ready before it."""
         self._admit()
-        if self.prefilling:
-            launched = self._prefill(self.prefilling)
-        else:
-            launched = self._decode()
+        launched = self._prefill(self.prefilling) if self.prefilling else self._decode()
         keep = 1 if launched else 0
         events = []
         while len(self.launches) > keep:
@@ -213,7 +210,7 @@ class Engine:
             self._finish(request)
 
     def stats(self) -> dict:
-        """Counters of design interest; bytes are exact, experts_touched a mean per layer and step."""
+        """Counters; bytes are exact, experts_touched is a mean per layer and step."""
         return {
             "running": len(self.running) + bool(self.prefilling),
             "waiting": len(self.waiting),

@@ -1,0 +1,284 @@
+"""Every kernel of a decode step beside its naive form: OPERATORS maps a kernel's name to the pair.
+
+A Workbench holds random activations, states and caches around a model. `kernel` launches the one
+kernel on it and returns what it wrote; `naive` computes the same, in the dtype asked for, from what
+the kernel read: so `naive` comes first.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import naive, steps
+from .cache import Cache
+from .config import Config
+from .weights import Gdn, Weights
+
+Outputs = dict[str, Tensor]
+
+
+class Workbench:
+    """Inputs of all operators for a number of rows, drawn from a seed."""
+
+    def __init__(
+        self, config: Config, weights: Weights, rows: int, context: int, seed: int, kernels=None
+    ) -> None:
+        device = weights.final_norm.device
+        self.config, self.weights, self.rows, self.kernels = config, weights, rows, kernels
+        self.random = torch.Generator(device).manual_seed(seed)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.cache = Cache(config, device, dtype, steps.MAX_ROWS, context, None)
+        self.buffers = steps.Buffers(config, device)
+        slots = steps.MAX_ROWS + 1
+        make = lambda dtype: torch.zeros(slots, dtype=dtype, device=device)  # noqa: E731
+        self.slots = steps.SlotState(
+            make(torch.int64), make(torch.int64), make(torch.float32), make(torch.int64)
+        )
+        self._fill(context)
+        kind = steps.SingleStep if rows == 1 else steps.BatchedStep
+        rope = steps.rope_table(config, steps.context_positions(self.cache), device)
+        sms = torch.cuda.get_device_properties(device).multi_processor_count if kernels else 132
+        self.step = kind(config, weights, self.cache, self.buffers, self.slots, rope, rows, sms)
+
+    def _normal(self, tensor: Tensor, scale: float) -> None:
+        draw = torch.randn(tensor.shape, generator=self.random, device=tensor.device)
+        tensor.copy_(draw * scale)
+
+    def _fill(self, context: int) -> None:
+        b, cache, device = self.buffers, self.cache, self.buffers.x.device
+        for tensor in (b.x, b.xn, b.y, b.ab, b.o, b.mixed, b.router, b.sums, b.parts):
+            self._normal(tensor, 0.7)
+        self._normal(b.h, 0.02)
+        self._normal(cache.states, 0.2)
+        self._normal(cache.rings, 0.7)
+        self._normal(cache.pages, 0.5)
+        draw = lambda low, high: torch.randint(  # noqa: E731
+            low, high, (self.rows,), generator=self.random, device=device
+        )
+        b.row_slot[: self.rows] = torch.arange(self.rows, device=device).int()
+        self.slots.token[: self.rows] = draw(0, self.config.vocab)
+        self.slots.position[: self.rows] = draw(0, context - 1)
+        pages = torch.arange(1, cache.pages_total + 1, device=device).int()
+        cache.page_table[: steps.MAX_ROWS] = pages.view(steps.MAX_ROWS, -1)
+        self.ids, self.gates = naive.top_experts(
+            b.router[: self.rows, : self.config.experts], self.config.top_k
+        )
+
+    def launch(self, name: str) -> None:
+        """Run the first launch of that name in the step and wait for it."""
+        launch = next(item for item in self.step.launches if item.kernel == name)
+        self.kernels[name].launch(launch.grid, launch.block, launch.args, launch.shared)
+        torch.cuda.synchronize()
+
+    def columns(self, blocks: Tensor) -> Tensor:
+        """Rows of an activation buffer, [rows, K]: padded blocks, or plain for a single row."""
+        if self.rows == 1:
+            return blocks.flatten()[None, : blocks.shape[0] * steps.X_COLUMNS]
+        return blocks[:, : self.rows, : steps.X_COLUMNS].transpose(0, 1).flatten(1)
+
+    def layer(self, kind: type):
+        return next(layer for layer in self.weights.layers if isinstance(layer.mixer, kind))
+
+    @property
+    def segments(self) -> list[tuple[int, int, int]]:
+        return [(row, int(self.slots.position[row]), 1) for row in range(self.rows)]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """`inputs(config, weights, rows, context, seed, kernels)` makes the bench of both others."""
+
+    naive: Callable[[Workbench, torch.dtype], Outputs]
+    kernel: Callable[[Workbench], Outputs]
+    inputs: Callable[..., Workbench] = Workbench
+
+
+def _normed(w: Workbench, dtype: torch.dtype, norm: Tensor) -> Tensor:
+    """The input of a projection: a norm of the residual stream, or rows that are normed already."""
+    if w.rows > 1:
+        return w.columns(w.buffers.xn).to(dtype)
+    return naive.rms_norm(w.buffers.x[:1].to(dtype), norm, w.config.rms_eps)
+
+
+def _first(w: Workbench):
+    """The layer that the first projection of a step belongs to."""
+    return w.weights.layers[0]
+
+
+def _projection(w: Workbench, dtype: torch.dtype, layer) -> Outputs:
+    x = _normed(w, dtype, layer.input_norm)
+    mixer = layer.mixer
+    if not isinstance(mixer, Gdn):
+        return {"y": naive.linear(x, mixer.qkv)}
+    return {"y": naive.linear(x, mixer.in_proj), "ab": naive.linear(x, mixer.ab)}
+
+
+def _projected(w: Workbench, layer) -> Outputs:
+    b, mixer = w.buffers, layer.mixer
+    if not isinstance(mixer, Gdn):
+        return {"y": b.y[: w.rows, : mixer.qkv.rows]}
+    return {"y": b.y[: w.rows, : mixer.in_proj.rows], "ab": b.ab[: w.rows]}
+
+
+def _delta(w: Workbench, dtype: torch.dtype) -> Outputs:
+    b, c, mixer = w.buffers, w.config, w.layer(Gdn).mixer
+    ring, states = w.cache.rings[0].to(dtype), w.cache.states[0].to(dtype)
+    y = b.y[: w.rows].to(dtype)
+    gates = (mixer.conv.to(dtype), mixer.a_log.to(dtype), mixer.dt_bias.to(dtype))
+    qkv, z = y[:, : c.conv_width], y[:, c.conv_width : c.conv_width + c.value_width]
+    ab = b.ab[: w.rows, : 2 * c.value_heads].to(dtype)
+    o = naive.gdn_mixer(qkv, ab, *gates, ring, states, w.segments, c)
+    if w.rows > 1:
+        o = naive.gated_norm(o, z, mixer.norm, c.rms_eps, c.value_dim)
+    return {"o": o, "states": states[: w.rows], "rings": ring[: w.rows]}
+
+
+def _delta_wrote(w: Workbench) -> Outputs:
+    o = w.buffers.o if w.rows == 1 else w.columns(w.buffers.mixed)
+    return {"o": o, "states": w.cache.states[0, : w.rows], "rings": w.cache.rings[0, : w.rows]}
+
+
+def _output(w: Workbench, dtype: torch.dtype, kernel: str) -> Outputs:
+    b, c = w.buffers, w.config
+    layer = w.weights.layers[0] if kernel != "single_out_raw" else w.layer(steps.Attention)
+    x = w.columns(b.mixed).to(dtype)
+    if kernel == "single_out_gated":
+        z = b.y[:1, c.conv_width : c.conv_width + c.value_width].to(dtype)
+        x = naive.gated_norm(b.o.to(dtype), z, layer.mixer.norm, c.rms_eps, c.value_dim)
+    y = naive.linear(x, layer.mixer.out)
+    return {"x": b.x[:1].to(dtype) + y} if w.rows == 1 else {"sums": y}
+
+
+def _output_wrote(w: Workbench) -> Outputs:
+    b = w.buffers
+    return {"x": b.x[:1]} if w.rows == 1 else {"sums": b.sums[:, : w.rows].sum(0)}
+
+
+def _attention(w: Workbench, dtype: torch.dtype) -> Outputs:
+    b, mixer, pages = w.buffers, w.layer(steps.Attention).mixer, w.cache.pages[0].to(dtype)
+    qkv, norms = b.y[: w.rows, : mixer.qkv.rows].to(dtype), (mixer.q_norm, mixer.k_norm)
+    out = naive.attention(qkv, *norms, pages, w.cache.page_table, w.segments, w.config)
+    return {"out": out, "pages": pages}
+
+
+def _router(w: Workbench, dtype: torch.dtype) -> Outputs:
+    layer, used = _first(w), w.config.experts + 1
+    x = _normed(w, dtype, layer.post_norm)
+    gate_up = naive.deinterleave(layer.moe.shared_gate_up.dense(dtype))
+    logits = naive.linear(x, layer.moe.router)[:, :used]
+    return {"logits": logits, "shared": naive.swiglu(x, gate_up)}
+
+
+def _hidden(w: Workbench) -> Tensor:
+    """Expert activations [rows, top_k + 1, width], the power of two of the storage undone."""
+    h = w.buffers.h.view(steps.MAX_ROWS, w.config.top_k + 1, -1)[: w.rows]
+    return h.double() * 16
+
+
+def _router_wrote(w: Workbench) -> Outputs:
+    logits = w.buffers.router[: w.rows, : w.config.experts + 1]
+    return {"logits": logits, "shared": _hidden(w)[:, -1]}
+
+
+def _gate_up(w: Workbench, dtype: torch.dtype) -> Outputs:
+    layer = _first(w)
+    x, matrix = _normed(w, dtype, layer.post_norm), layer.moe.gate_up
+    rows = [
+        torch.cat(
+            [naive.swiglu(x[r : r + 1], naive.deinterleave(matrix.dense(dtype, e))) for e in ids]
+        )
+        for r, ids in enumerate(w.ids.tolist())
+    ]
+    return {"h": torch.stack(rows)}
+
+
+def _parts(w: Workbench, dtype: torch.dtype) -> Tensor:
+    """Down projections [rows, top_k + 1, hidden] of what lies in h."""
+    moe, h = _first(w).moe, _hidden(w).to(dtype)
+    rows = []
+    for r, ids in enumerate(w.ids.tolist()):
+        routed = [moe.down.dense(dtype, e) @ h[r, i] for i, e in enumerate(ids)]
+        rows.append(torch.stack([*routed, moe.shared_down.dense(dtype) @ h[r, -1]]))
+    return torch.stack(rows)
+
+
+def _mixture(w: Workbench, dtype: torch.dtype) -> Tensor:
+    shared = torch.sigmoid(w.buffers.router[: w.rows, w.config.experts, None].to(dtype))
+    return torch.cat((w.gates.to(dtype), shared), 1)
+
+
+def _single_down(w: Workbench, dtype: torch.dtype) -> Outputs:
+    mixed = (_mixture(w, dtype)[..., None] * _parts(w, dtype)).sum(1)
+    return {"x": w.buffers.x[:1].to(dtype) + mixed}
+
+
+def _head(w: Workbench, dtype: torch.dtype) -> Outputs:
+    return {"logits": naive.linear(_normed(w, dtype, w.weights.final_norm), w.weights.head)}
+
+
+def _pair(name: str, naive_form, wrote) -> Operator:
+    def kernel(w: Workbench) -> Outputs:
+        w.launch(name)
+        return wrote(w)
+
+    return Operator(naive_form, kernel)
+
+
+def _attention_kernels(w: Workbench) -> Outputs:
+    w.launch("attention")
+    w.launch("attention_join")
+    return {"out": w.columns(w.buffers.mixed), "pages": w.cache.pages[0]}
+
+
+def _routed(name: str, naive_form, wrote) -> Operator:
+    """A kernel that reads the lists of `route`."""
+
+    def kernel(w: Workbench) -> Outputs:
+        w.launch("route")
+        w.launch(name)
+        return wrote(w)
+
+    return Operator(naive_form, kernel)
+
+
+def _batched(kind: str, naive_form, wrote) -> dict[str, Operator]:
+    return {f"{kind}_{n}": _pair(f"{kind}_{n}", naive_form, wrote) for n in (1, 2, 4)}
+
+
+_FROM_FIRST = (lambda w, d: _projection(w, d, _first(w)), lambda w: _projected(w, _first(w)))
+_FROM_ATTENTION = (
+    lambda w, d: _projection(w, d, w.layer(steps.Attention)),
+    lambda w: _projected(w, w.layer(steps.Attention)),
+)
+_LOGITS = lambda w: {"logits": w.buffers.logits[: w.rows]}  # noqa: E731
+_HIDDEN = lambda w: {"h": _hidden(w)[:, :-1]}  # noqa: E731
+
+OPERATORS: dict[str, Operator] = {
+    "single_in": _pair("single_in", *_FROM_FIRST),
+    "delta_single": _pair("delta_single", _delta, _delta_wrote),
+    "single_out_gated": _pair(
+        "single_out_gated", lambda w, d: _output(w, d, "single_out_gated"), _output_wrote
+    ),
+    "single_out_raw": _pair(
+        "single_out_raw", lambda w, d: _output(w, d, "single_out_raw"), _output_wrote
+    ),
+    "attention": Operator(_attention, _attention_kernels),
+    "single_router": _pair("single_router", _router, _router_wrote),
+    "single_gate_up": _pair("single_gate_up", _gate_up, _HIDDEN),
+    "single_down": _pair("single_down", _single_down, lambda w: {"x": w.buffers.x[:1]}),
+    "single_head": _pair("single_head", _head, _LOGITS),
+    **_batched("batched_in", *_FROM_FIRST),
+    **_batched("batched_qkv", *_FROM_ATTENTION),
+    "delta_batched": _pair("delta_batched", _delta, _delta_wrote),
+    **_batched("batched_out", lambda w, d: _output(w, d, "batched_out"), _output_wrote),
+    **_batched("batched_router", _router, _router_wrote),
+    "moe_gate_up": _routed("moe_gate_up", _gate_up, _HIDDEN),
+    "moe_down": _routed(
+        "moe_down",
+        lambda w, d: {"parts": _parts(w, d)},
+        lambda w: {"parts": w.buffers.parts.view(steps.MAX_ROWS, w.config.top_k + 1, -1)[: w.rows]},
+    ),
+    **_batched("head", _head, _LOGITS),
+}
