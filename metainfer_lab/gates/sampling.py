@@ -17,7 +17,7 @@ from metainfer_lab.model import ModelDims
 
 DRAWS = 600
 LEAST_EXPECTED = 5.0  # draws in a bin of the chi-square test
-PROMPT = 3  # tokens; each draw is a request of its own
+PROMPT = 6  # tokens; each draw is a request of its own
 
 CASES: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0},
@@ -27,6 +27,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"temperature": 1.3, "min_p": 0.15},
     {"temperature": 1.5, "top_k": 20, "top_p": 0.8, "min_p": 0.05},
     {"temperature": 1.0, "repetition_penalty": 1.7, "top_k": 30},
+    {"temperature": 3.0, "repetition_penalty": 4.0},  # gets a bias that confines it
 )
 
 
@@ -35,8 +36,10 @@ def sampling(trial: Trial) -> None:
     checkpoint = trial.tiny(num_hidden_layers=1)
     vocab = ModelDims.from_config(checkpoint).vocab_size
     prompt = trial.prompt(PROMPT, vocab)
-    biases = trial.rng.choice(vocab, 3, replace=False).tolist()
-    cases = [*CASES, {"temperature": 1.0, "logit_bias": dict.fromkeys(biases, 2.5)}]
+    confined = dict.fromkeys([*prompt, *trial.prompt(6, vocab)], 60.0)
+    biases = dict.fromkeys(trial.prompt(3, vocab), 2.5)
+    cases = [*CASES[:-1], CASES[-1] | {"logit_bias": confined}]
+    cases.append({"temperature": 1.0, "logit_bias": biases})
     with trial.candidate(checkpoint, max_context=64, max_batch=16) as engine:
         counts = [_draw(trial, engine, prompt, params) for params in cases]
         own = engine.score(prompt, [PROMPT - 1])[0]
@@ -131,13 +134,17 @@ def _distribution(trial: Trial, case: str, drawn: Counter[int], p: np.ndarray) -
 def _penalised(
     trial: Trial, engine: EngineProcess, vocab: int
 ) -> tuple[list[int], list[tuple[dict[str, Any], list[int]]]]:
-    """Greedy answers under each penalty alone, and under all of them with a bias."""
-    prompt = trial.prompt(12, vocab)
-    bias = {int(token): float(trial.rng.uniform(-4, 4)) for token in range(0, vocab, 9)}
+    """Greedy answers under each penalty alone, and under all of them.
+
+    A bias confines the choice to some tokens of the prompt and some others, so that negative
+    logits and tokens that only the prompt has decide as often as any.
+    """
+    ids = trial.rng.permutation(vocab)[:24].tolist()
+    prompt, confined = ids[:12], dict.fromkeys(ids[6:], 40.0)
     every = {"repetition_penalty": 1.4, "presence_penalty": 1.1, "frequency_penalty": 0.7}
     answers = []
-    for params in (*({name: value} for name, value in every.items()), every | {"logit_bias": bias}):
-        params = params | {"max_new_tokens": 24, "ignore_eos": True}
+    for penalties in (*({name: value} for name, value in every.items()), every):
+        params = penalties | {"max_new_tokens": 24, "ignore_eos": True, "logit_bias": confined}
         request = engine.submit(prompt, params)
         answers.append((params, [r.token for r in text_of(engine.finish(), request)]))
     return prompt, answers
