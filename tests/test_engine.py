@@ -1,6 +1,7 @@
 """The host process: calls go through, errors keep their name, death and silence are told."""
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from metainfer_lab.engine import (
     EngineManifest,
     EngineProcess,
     find_engine,
+    is_recorded,
 )
 from metainfer_lab.errors import InputError
 from metainfer_lab.paths import ENGINES
@@ -171,6 +173,13 @@ def test_find_engine_and_manifest(tmp_path):
     (tmp_path / "engine.json").write_text('{"interface": 2, "specs": []}')
     with pytest.raises(InputError, match=r"interface.*specs"):
         EngineManifest.read(tmp_path)
+
+
+def test_the_reference_is_the_recorded_one(tmp_path):
+    """data/engines/trees.json has its hash; a copy elsewhere is not trusted."""
+    assert is_recorded(REFERENCE)
+    shutil.copytree(REFERENCE, tmp_path / "qwen3-reference")
+    assert not is_recorded(tmp_path / "qwen3-reference")
 
 
 def test_this_process_keeps_its_files(engine):

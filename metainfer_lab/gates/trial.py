@@ -157,5 +157,9 @@ def max_context(checkpoint: Path, limit: int = 256) -> int:
 
 
 def describe(params: Mapping[str, Any]) -> str:
-    """Sampling parameters in one line, for a failure's detail."""
-    return ", ".join(f"{name}={value}" for name, value in params.items()) or "defaults"
+    """Sampling parameters in one line, for a failure's detail; a long bias by its length."""
+
+    def brief(value: Any) -> str:
+        return f"of {len(value)} ids" if isinstance(value, dict) and len(value) > 3 else f"{value}"
+
+    return ", ".join(f"{name}={brief(value)}" for name, value in params.items()) or "defaults"
