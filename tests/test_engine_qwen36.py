@@ -398,7 +398,7 @@ def cubins():
     package = load_package()
     part = lambda name: importlib.import_module(f"{package.__name__}.{name}")  # noqa: E731
     config = part("config").read_config(FOLDER.parents[2] / FULL_SIZES)
-    sizes = part("steps").defines(config)
+    sizes = part("buffers").defines(config)
     return {target: part("cuda").build(target, sizes) for target in ("sm_90a", "sm_100a")}
 
 

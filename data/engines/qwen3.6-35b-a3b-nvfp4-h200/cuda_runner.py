@@ -3,24 +3,21 @@
 import torch
 from torch import Tensor
 
+from .buffers import (
+    MAX_ROWS,
+    PICK_BLOCKS,
+    Buffers,
+    SlotState,
+    context_positions,
+    defines,
+    rope_table,
+)
 from .cache import Cache
 from .config import Config
 from .cuda import Kernels
 from .naive import Segments
 from .prefill import Prefill
-from .steps import (
-    MAX_ROWS,
-    PICK_BLOCKS,
-    BatchedStep,
-    Buffers,
-    SingleStep,
-    SlotState,
-    Step,
-    context_positions,
-    defines,
-    pick_args,
-    rope_table,
-)
+from .steps import BatchedStep, SingleStep, Step, pick_args
 from .weights import Weights
 
 BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import naive, steps
+from . import buffers, naive, steps
 from .cache import Cache
 from .config import Config
-from .weights import Gdn, Weights
+from .weights import Attention, Gdn, Weights
 
 Outputs = dict[str, Tensor]
 
@@ -29,16 +29,16 @@ class Workbench:
         self.config, self.weights, self.rows, self.kernels = config, weights, rows, kernels
         self.random = torch.Generator(device).manual_seed(seed)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.cache = Cache(config, device, dtype, steps.MAX_ROWS, context, None)
-        self.buffers = steps.Buffers(config, device)
-        slots = steps.MAX_ROWS + 1
+        self.cache = Cache(config, device, dtype, buffers.MAX_ROWS, context, None)
+        self.buffers = buffers.Buffers(config, device)
+        slots = buffers.MAX_ROWS + 1
         make = lambda dtype: torch.zeros(slots, dtype=dtype, device=device)  # noqa: E731
-        self.slots = steps.SlotState(
+        self.slots = buffers.SlotState(
             make(torch.int64), make(torch.int64), make(torch.float32), make(torch.int64)
         )
         self._fill(context)
         kind = steps.SingleStep if rows == 1 else steps.BatchedStep
-        rope = steps.rope_table(config, steps.context_positions(self.cache), device)
+        rope = buffers.rope_table(config, buffers.context_positions(self.cache), device)
         sms = torch.cuda.get_device_properties(device).multi_processor_count if kernels else 132
         self.step = kind(config, weights, self.cache, self.buffers, self.slots, rope, rows, sms)
 
@@ -61,7 +61,7 @@ class Workbench:
         self.slots.token[: self.rows] = draw(0, self.config.vocab)
         self.slots.position[: self.rows] = draw(0, context - 1)
         pages = torch.arange(1, cache.pages_total + 1, device=device).int()
-        cache.page_table[: steps.MAX_ROWS] = pages.view(steps.MAX_ROWS, -1)
+        cache.page_table[: buffers.MAX_ROWS] = pages.view(buffers.MAX_ROWS, -1)
         self.ids, self.gates = naive.top_experts(
             b.router[: self.rows, : self.config.experts], self.config.top_k
         )
@@ -75,8 +75,8 @@ class Workbench:
     def columns(self, blocks: Tensor) -> Tensor:
         """Rows of an activation buffer, [rows, K]: padded blocks, or plain for a single row."""
         if self.rows == 1:
-            return blocks.flatten()[None, : blocks.shape[0] * steps.X_COLUMNS]
-        return blocks[:, : self.rows, : steps.X_COLUMNS].transpose(0, 1).flatten(1)
+            return blocks.flatten()[None, : blocks.shape[0] * buffers.X_COLUMNS]
+        return blocks[:, : self.rows, : buffers.X_COLUMNS].transpose(0, 1).flatten(1)
 
     def layer(self, kind: type):
         return next(layer for layer in self.weights.layers if isinstance(layer.mixer, kind))
@@ -142,7 +142,7 @@ def _delta_wrote(w: Workbench) -> Outputs:
 
 def _output(w: Workbench, dtype: torch.dtype, kernel: str) -> Outputs:
     b, c = w.buffers, w.config
-    layer = w.weights.layers[0] if kernel != "single_out_raw" else w.layer(steps.Attention)
+    layer = w.weights.layers[0] if kernel != "single_out_raw" else w.layer(Attention)
     x = w.columns(b.mixed).to(dtype)
     if kernel == "single_out_gated":
         z = b.y[:1, c.conv_width : c.conv_width + c.value_width].to(dtype)
@@ -157,7 +157,7 @@ def _output_wrote(w: Workbench) -> Outputs:
 
 
 def _attention(w: Workbench, dtype: torch.dtype) -> Outputs:
-    b, mixer, pages = w.buffers, w.layer(steps.Attention).mixer, w.cache.pages[0].to(dtype)
+    b, mixer, pages = w.buffers, w.layer(Attention).mixer, w.cache.pages[0].to(dtype)
     qkv, norms = b.y[: w.rows, : mixer.qkv.rows].to(dtype), (mixer.q_norm, mixer.k_norm)
     out = naive.attention(qkv, *norms, pages, w.cache.page_table, w.segments, w.config)
     return {"out": out, "pages": pages}
@@ -173,7 +173,7 @@ def _router(w: Workbench, dtype: torch.dtype) -> Outputs:
 
 def _hidden(w: Workbench) -> Tensor:
     """Expert activations [rows, top_k + 1, width], the power of two of the storage undone."""
-    h = w.buffers.h.view(steps.MAX_ROWS, w.config.top_k + 1, -1)[: w.rows]
+    h = w.buffers.h.view(buffers.MAX_ROWS, w.config.top_k + 1, -1)[: w.rows]
     return h.double() * 16
 
 
@@ -249,8 +249,8 @@ def _batched(kind: str, naive_form, wrote) -> dict[str, Operator]:
 
 _FROM_FIRST = (lambda w, d: _projection(w, d, _first(w)), lambda w: _projected(w, _first(w)))
 _FROM_ATTENTION = (
-    lambda w, d: _projection(w, d, w.layer(steps.Attention)),
-    lambda w: _projected(w, w.layer(steps.Attention)),
+    lambda w, d: _projection(w, d, w.layer(Attention)),
+    lambda w: _projected(w, w.layer(Attention)),
 )
 _LOGITS = lambda w: {"logits": w.buffers.logits[: w.rows]}  # noqa: E731
 _HIDDEN = lambda w: {"h": _hidden(w)[:, :-1]}  # noqa: E731
@@ -278,7 +278,9 @@ OPERATORS: dict[str, Operator] = {
     "moe_down": _routed(
         "moe_down",
         lambda w, d: {"parts": _parts(w, d)},
-        lambda w: {"parts": w.buffers.parts.view(steps.MAX_ROWS, w.config.top_k + 1, -1)[: w.rows]},
+        lambda w: {
+            "parts": w.buffers.parts.view(buffers.MAX_ROWS, w.config.top_k + 1, -1)[: w.rows]
+        },
     ),
     **_batched("head", _head, _LOGITS),
 }

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import arguments as c
-from . import naive, steps
+from . import buffers, naive, steps
 from .arguments import fill
 from .cache import Cache
 from .config import Config
@@ -86,7 +86,7 @@ class Prefill:
             row_slot=self._no_scratch(len(x)),
             xn=xn,
             scratch=-1,
-            block_stride=steps.X_COLUMNS,
+            block_stride=buffers.X_COLUMNS,
             row_stride=self.config.hidden,
             eps=self.config.rms_eps,
         )
@@ -170,10 +170,10 @@ class Prefill:
         shared = (F.silu(pairs[:, :, 0]) * pairs[:, :, 1]).flatten(1)
         parts[:, -1] = dense["shared_down"]((shared * H_SCALE).half()) / H_SCALE
         lists = {"units": units, "members": members, "x": xn, "h": h, "out": parts}
-        strides = (steps.X_COLUMNS, config.hidden)
+        strides = (buffers.X_COLUMNS, config.hidden)
         up, down = steps.moe_args(layer.moe, lists, rows, strides, shared=False)
-        self.kernels["moe_gate_up"].launch(self.sms, steps.MOE_THREADS, up, steps.MOE_SHARED)
-        self.kernels["moe_down"].launch(self.sms, steps.MOE_THREADS, down, steps.MOE_SHARED)
+        self.kernels["moe_gate_up"].launch(self.sms, buffers.MOE_THREADS, up, buffers.MOE_SHARED)
+        self.kernels["moe_down"].launch(self.sms, buffers.MOE_THREADS, down, buffers.MOE_SHARED)
         return self._norm(x, norm, parts, weights)
 
     def _lists(self, ids: Tensor) -> tuple[Tensor, Tensor]:
