@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import buffers, naive, steps
+from . import buffers, naive, sampler, steps
 from .cache import Cache
 from .config import Config
 from .weights import Attention, Gdn, Weights
@@ -51,6 +51,7 @@ class Workbench:
         for tensor in (b.x, b.xn, b.y, b.ab, b.o, b.mixed, b.router, b.sums, b.parts):
             self._normal(tensor, 0.7)
         self._normal(b.h, 0.02)
+        self._normal(b.logits, 3.0)
         self._normal(cache.states, 0.2)
         self._normal(cache.rings, 0.7)
         self._normal(cache.pages, 0.5)
@@ -59,16 +60,22 @@ class Workbench:
         )
         b.row_slot[: self.rows] = torch.arange(self.rows, device=device).int()
         self.slots.token[: self.rows] = draw(0, self.config.vocab)
-        self.slots.position[: self.rows] = draw(0, context - 1)
+        self.slots.seed[: self.rows] = draw(0, 2**40)
+        self.slots.temperature[: self.rows] = draw(0, 2).float() * 0.8  # greedy or sampled
+        self.slots.position[: self.rows] = draw(1, context - 1)  # a decode step never begins one
         pages = torch.arange(1, cache.pages_total + 1, device=device).int()
         cache.page_table[: buffers.MAX_ROWS] = pages.view(buffers.MAX_ROWS, -1)
         self.ids, self.gates = naive.top_experts(
             b.router[: self.rows, : self.config.experts], self.config.top_k
         )
 
-    def launch(self, name: str) -> None:
-        """Run the first launch of that name in the step and wait for it."""
-        launch = next(item for item in self.step.launches if item.kernel == name)
+    def launch(self, name: str, reads: str | None = None) -> None:
+        """Run the first launch of that name (that reads a given argument) and wait for it."""
+        launch = next(
+            item
+            for item in self.step.launches
+            if item.kernel == name and (reads is None or getattr(item.args, reads))
+        )
         self.kernels[name].launch(launch.grid, launch.block, launch.args, launch.shared)
         torch.cuda.synchronize()
 
@@ -218,6 +225,55 @@ def _head(w: Workbench, dtype: torch.dtype) -> Outputs:
     return {"logits": naive.linear(_normed(w, dtype, w.weights.final_norm), w.weights.head)}
 
 
+def _embed(w: Workbench, dtype: torch.dtype) -> Outputs:
+    return {"x": w.weights.embedding[w.slots.token[: w.rows]].to(dtype)}
+
+
+def _route(w: Workbench, dtype: torch.dtype) -> Outputs:
+    """Mixture weights, and one plus the rank of each expert that a row chose."""
+    ranks = torch.zeros(w.rows, w.config.experts, dtype=dtype, device=w.ids.device)
+    places = torch.arange(1, w.config.top_k + 1, device=w.ids.device).to(dtype)
+    ranks.scatter_(1, w.ids, places.expand(w.rows, -1))
+    return {"weights": _mixture(w, dtype), "ranks": ranks}
+
+
+def _routed_lists(w: Workbench) -> Outputs:
+    per, units, members = w.config.top_k + 1, w.buffers.units.tolist(), w.buffers.members.tolist()
+    ranks = torch.zeros(w.rows, w.config.experts, dtype=torch.float64)
+    for i in range(units[0]):
+        expert, first, count = units[1 + 3 * i : 4 + 3 * i]
+        for member in members[first : first + count]:
+            ranks[member // per, expert] = member % per + 1
+    return {"weights": w.buffers.weights[: w.rows], "ranks": ranks.to(w.ids.device)}
+
+
+def _combine(w: Workbench, dtype: torch.dtype) -> Outputs:
+    """The experts of the first layer added in, normed for the second."""
+    parts = w.buffers.parts.view(buffers.MAX_ROWS, w.config.top_k + 1, -1)[: w.rows].to(dtype)
+    x = w.buffers.x[: w.rows].to(dtype) + (_mixture(w, dtype)[..., None] * parts).sum(1)
+    return {"x": x, "xn": naive.rms_norm(x, w.weights.layers[1].input_norm, w.config.rms_eps)}
+
+
+def _combine_kernels(w: Workbench) -> Outputs:
+    w.launch("route")
+    w.launch("combine_norm", reads="parts")
+    return {"x": w.buffers.x[: w.rows], "xn": w.columns(w.buffers.xn)}
+
+
+def _pick(w: Workbench, dtype: torch.dtype) -> Outputs:
+    rows, logits = slice(0, w.rows), w.buffers.logits[: w.rows].to(dtype)
+    state = (w.slots.temperature[rows], w.slots.seed[rows], w.slots.position[rows] + 1)
+    tokens = sampler.pick(logits, *state)
+    return {"token": tokens.to(dtype), "logprob": naive.log_softmax_at(logits, tokens)}
+
+
+def _pick_kernels(w: Workbench) -> Outputs:
+    w.launch("pick_part")
+    w.launch("pick_final")
+    tokens, bits = w.buffers.out[:, : w.rows]
+    return {"token": tokens, "logprob": bits.view(torch.float32)}
+
+
 def _pair(name: str, naive_form, wrote) -> Operator:
     def kernel(w: Workbench) -> Outputs:
         w.launch(name)
@@ -256,6 +312,7 @@ _LOGITS = lambda w: {"logits": w.buffers.logits[: w.rows]}  # noqa: E731
 _HIDDEN = lambda w: {"h": _hidden(w)[:, :-1]}  # noqa: E731
 
 OPERATORS: dict[str, Operator] = {
+    "embed": _pair("embed", _embed, lambda w: {"x": w.buffers.x[: w.rows]}),
     "single_in": _pair("single_in", *_FROM_FIRST),
     "delta_single": _pair("delta_single", _delta, _delta_wrote),
     "single_out_gated": _pair(
@@ -282,5 +339,8 @@ OPERATORS: dict[str, Operator] = {
             "parts": w.buffers.parts.view(buffers.MAX_ROWS, w.config.top_k + 1, -1)[: w.rows]
         },
     ),
+    "route": _pair("route", _route, _routed_lists),
+    "combine_norm": Operator(_combine, _combine_kernels),
     **_batched("head", _head, _LOGITS),
+    "pick_final": Operator(_pick, _pick_kernels),
 }

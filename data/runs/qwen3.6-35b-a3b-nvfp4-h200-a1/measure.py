@@ -44,7 +44,11 @@ class SeededSource:
         if name.endswith("weight_scale_2"):
             return torch.tensor(0.02 / 187, device="cuda")
         if name.endswith("weight_scale"):
-            return (uniform() * 80 + 24).to(torch.float8_e4m3fn) if shape else torch.tensor(0.0002)
+            return (
+                (uniform() * 80 + 24).to(torch.float8_e4m3fn)
+                if shape
+                else torch.tensor(0.0002, device="cuda")
+            )
         if dtypes == (torch.uint8,):
             return (uniform() * 256).to(torch.uint8)
         if dtypes == (torch.float8_e4m3fn,):
