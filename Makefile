@@ -9,7 +9,7 @@ VENV ?= .venv
 LAB := $(VENV)/bin/python -m metainfer_lab
 ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root,)
 
-.PHONY: run test setup lab kernel audit figures notebooks lint
+.PHONY: run test setup lab kernel notebooks lint
 .DEFAULT_GOAL := run
 
 setup:
@@ -21,6 +21,7 @@ run: setup
 
 test: setup
 	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest --nbval-lax --nbval-current-env --nbval-sanitize-with tests/nbval.cfg notebooks
 
 lab: setup
 	$(VENV)/bin/jupyter lab $(ROOT_FLAG) notebooks/00_start_here.ipynb
@@ -28,8 +29,8 @@ lab: setup
 kernel: setup
 	$(VENV)/bin/python -m ipykernel install --user --name metainfer-lab --display-name "metainfer_lab"
 
-notebooks figures audit: setup
-	@$(LAB) $@
+notebooks: setup
+	@$(LAB) notebooks
 
 lint: setup
 	$(VENV)/bin/ruff check .

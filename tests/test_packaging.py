@@ -59,6 +59,13 @@ def test_layers_hold():
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 
 
+@pytest.mark.parametrize("check", [["check"], ["format", "--check"]])
+def test_ruff_has_nothing_to_say(check):
+    ruff = [sys.executable, "-m", "ruff", *check, "--no-cache", "."]
+    done = subprocess.run(ruff, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
 def test_importing_the_package_is_light():
     code = (
         "import time, sys; start = time.perf_counter(); import metainfer_lab; "

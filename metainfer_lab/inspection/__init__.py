@@ -9,7 +9,6 @@ report.py     counts and costs of one kernel; budgets
 engines.py    all kernels of an engine, in a process of their own
 difference.py two reports side by side
 view.py       text and HTML
-stand_ins/    declarations of engines that do not carry their own yet
 
 The names below are loaded on first use.
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -25,8 +24,6 @@ from metainfer_lab.inspection.targets import Target, find_target
 from metainfer_lab.spec import Spec
 
 DECLARATION = "inspection.py"
-# Engines that do not declare their kernels yet: the same module, kept here until they do.
-STAND_INS = Path(__file__).parent / "stand_ins"
 REPORTS = TypeAdapter(list[Report])
 TIMEOUT_S = 300
 
@@ -82,14 +79,9 @@ def inspect_here(
 def declared(folder: Path, config: Path) -> list[Kernel]:
     """The kernels that an engine declares (kernel.py says how); its code is imported."""
     package = _package(folder)
-    own = folder / DECLARATION
-    path = own if own.is_file() else STAND_INS / f"{folder.name}.py"
-    if not path.is_file():
+    if not (folder / DECLARATION).is_file():
         raise InputError(f"inspection: {folder.name} declares no kernels; it needs {DECLARATION}")
-    spec = importlib.util.spec_from_file_location(f"{package.__name__}.inspection", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    module = importlib.import_module(f"{package.__name__}.inspection")
     return kernel.parse(module.kernels(config))
 
 

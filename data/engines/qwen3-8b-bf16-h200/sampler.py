@@ -62,8 +62,8 @@ class Sampler:
         self.used.add(target)
 
     def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> tuple[torch.Tensor, ...]:
-        """Tokens [M] and their log-probabilities under the model's own distribution; where a request
-        asks for them also the 20 likeliest ids and log-probabilities [M, 20].
+        """Tokens [M] and their log-probabilities under the model's own distribution; where a
+        request asks for them also the 20 likeliest ids and log-probabilities [M, 20].
 
         logits [M, V] float32, a row per request.
         """

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 
+from .buffers import Buffers, SlotState, defines, rope_table
 from .cache import Cache
 from .config import Config, read_config
 from .formats import Matrix
-from .steps import BatchedStep, Buffers, SingleStep, SlotState, defines, rope_table
+from .steps import BatchedStep, SingleStep
 from .weights import Loader, Weights
 
 META = torch.device("meta")
