@@ -1,4 +1,4 @@
-"""What is published hangs together: runs are whole, engines are their last trees, sizes are kept."""
+"""What is published hangs together: runs are whole, engines are their last trees, sizes kept."""
 
 import json
 
