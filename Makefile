@@ -21,7 +21,8 @@ run: setup
 
 test: setup
 	$(VENV)/bin/python -m pytest
-	$(VENV)/bin/python -m pytest --nbval-lax --nbval-current-env --nbval-sanitize-with tests/nbval.cfg notebooks
+	$(VENV)/bin/python -m pytest --timeout 1200 --nbval-lax --nbval-current-env \
+		--nbval-sanitize-with tests/nbval.cfg notebooks
 
 lab: setup
 	$(VENV)/bin/jupyter lab $(ROOT_FLAG) notebooks/00_start_here.ipynb

@@ -8,6 +8,7 @@ decides from the reports, the exit and the saved file. Nothing is cached: a run 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -314,6 +315,7 @@ def main(arguments: list[str]) -> int:
     """The child's side: papermill on one notebook, each cell reported to the parent."""
     import papermill
 
+    _end_with_parent()
     job, report_fd = json.loads(arguments[0]), int(arguments[1])
     notebook, state = read_notebook(Path(job["input"])), {"title": "", "begun": 0.0}
 
@@ -351,6 +353,13 @@ def main(arguments: list[str]) -> int:
         report(ename=ename, evalue=str(getattr(error, "evalue", error))[:2000])
         return 1
     return 0
+
+
+def _end_with_parent() -> None:
+    """Let the kernel end this process when its parent is killed: nobody would watch it then."""
+    if sys.platform == "linux":
+        set_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
 
 
 if __name__ == "__main__":
