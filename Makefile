@@ -25,7 +25,7 @@ test: setup
 		--nbval-sanitize-with tests/nbval.cfg notebooks
 
 lab: setup
-	$(VENV)/bin/jupyter lab $(ROOT_FLAG) notebooks/00_start_here.ipynb
+	$(VENV)/bin/python -m jupyterlab $(ROOT_FLAG) notebooks/00_start_here.ipynb
 
 kernel: setup
 	$(VENV)/bin/python -m ipykernel install --user --name metainfer-lab --display-name "metainfer_lab"
@@ -34,5 +34,5 @@ notebooks: setup
 	@$(LAB) notebooks
 
 lint: setup
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/python -m ruff check .
+	$(VENV)/bin/python -m ruff format --check .
