@@ -48,7 +48,8 @@ class Budget(BaseModel):
     ) -> None:
         """Raise BudgetSpent when the next call could cross a limit.
 
-        started: time.monotonic() of this session; next_input, next_output: most tokens of the call.
+        started: time.monotonic() when this process took the run up; next_input, next_output:
+        most tokens of the call.
         """
         replies = sum(line.author == "assistant" for line in lines)
         spent_s = sum(line.seconds for line in lines)
