@@ -22,7 +22,7 @@ run: setup
 test: setup
 	$(VENV)/bin/python -m pytest
 	$(VENV)/bin/python -m pytest --timeout 1200 --nbval-lax --nbval-current-env \
-		--nbval-sanitize-with tests/nbval.cfg notebooks
+		--nbval-sanitize-with tests/nbval.cfg --ignore notebooks/out --ignore notebooks/scratch notebooks
 
 lab: setup
 	$(VENV)/bin/python -m jupyterlab $(ROOT_FLAG) notebooks/00_start_here.ipynb
