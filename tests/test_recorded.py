@@ -6,6 +6,7 @@ import pytest
 
 from metainfer_lab.agent import Run, runs
 from metainfer_lab.agent.loop import rebuild
+from metainfer_lab.bench import ledger
 from metainfer_lab.engine.manifest import EngineManifest
 from metainfer_lab.paths import DATA, ENGINES, ROOT, RUNS, tree_hash
 from metainfer_lab.spec import Spec
@@ -35,15 +36,21 @@ def test_edits_lead_to_the_tree_that_was_judged(run, tmp_path):
 
 @pytest.mark.parametrize("folder", MADE, ids=lambda folder: folder.name)
 def test_an_engine_is_its_runs_last_tree(folder):
-    """An engine that was adopted is known by its ledger until its GPU verdicts are recorded."""
+    """A GPU engine not adopted yet is known by its ledger, or by attempts without intervals."""
     manifest = EngineManifest.read(folder)
     trees = json.loads((ENGINES / "trees.json").read_text())
     if (RUNS / manifest.run / "run.json").is_file():
         assert tree_hash(folder) == Run.open(manifest.run).info.tree == trees[folder.name]
     else:
-        assert (RUNS / manifest.run / "ledger.tsv").is_file()
+        kept = RUNS / manifest.run
+        assert (kept / "ledger.tsv").is_file() or (kept / "attempts.tsv").is_file()
         assert folder.name not in trees
     assert all(Spec.load(name).id == name for name in manifest.specs)
+
+
+@pytest.mark.parametrize("path", sorted(RUNS.glob("*/ledger.tsv")), ids=lambda p: p.parent.name)
+def test_a_ledger_holds_to_its_schema(path):
+    assert len(ledger.read(path)) > 0
 
 
 def test_the_two_smollm2_engines_are_recorded():
