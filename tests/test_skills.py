@@ -71,7 +71,8 @@ def test_required_skills_come_along():
 
 def test_phases_grow_their_regression_gates():
     chain = phases(Spec.load(FP32), GATES)
-    assert [phase.name for phase in chain] == ["model", "decode", "batching", "limits", "speed"]
+    named = ["model", "decode", "batching", "limits", "memory", "speed"]
+    assert [phase.name for phase in chain] == named
     for before, after in pairwise(chain):
         assert after.regression_gates == before.all_gates
     assert chain[-1].all_gates[-1] == "speed"
@@ -79,9 +80,21 @@ def test_phases_grow_their_regression_gates():
     assert "sampling" not in phases(Spec.load(FP32), set(GATES) - {"sampling"})[3].gates
 
 
+def test_a_hybrid_on_two_gpus_has_more_phases_than_a_dense_engine_on_a_cpu():
+    dense = {phase.name for phase in phases(Spec.load(FP32), GATES)}
+    hybrid = Spec.load("qwen3.6-35b-a3b-nvfp4-h200").change(parallel__tp=2)
+    chain = phases(hybrid, GATES)
+    more = {"operators", "state", "parallel"}
+    assert {phase.name for phase in chain} == dense | more
+    asked = [gate for phase in chain for gate in phase.gates]
+    assert sorted(asked) == sorted(GATES)  # each once, in one phase
+    tiny = [phase.name for phase in phases(Spec.load("qwen3.6-tiny-cpu"), GATES)]
+    assert "speed" not in tiny and "state" in tiny
+
+
 def test_explain_says_what_each_role_is_shown():
     rows = explain(Spec.load(FP32), GATES)
-    assert set(rows["role"]) == {"implementer", "reviewer"} and len(rows) == 10
+    assert set(rows["role"]) == {"implementer", "reviewer"} and len(rows) == 12
     assert (rows["tokens"] > 1000).all()
 
 

@@ -49,6 +49,10 @@ def _recurrent(spec: Spec, known: dict[str, str]) -> bool:
     return known["family"] == "qwen3_5_moe"
 
 
+def _many_operators(spec: Spec, known: dict[str, str]) -> bool:
+    return _on_gpu(spec, known) or _recurrent(spec, known)
+
+
 def _parallel(spec: Spec, known: dict[str, str]) -> bool:
     return spec.parallel.tp > 1
 
@@ -58,7 +62,12 @@ def _has_goals(spec: Spec, known: dict[str, str]) -> bool:
 
 
 TEMPLATES = (
-    _Template("operators", "each operator as a naive form and a kernel", ("operators",), _on_gpu),
+    _Template(
+        "operators",
+        "each operator alone: its naive form and, on a GPU, its kernel",
+        ("operators",),
+        _many_operators,
+    ),
     _Template(
         "model",
         "engine.json, the strict loader, and score(): the right logits for any size of the family",
@@ -69,7 +78,7 @@ TEMPLATES = (
         "submit and step for one request at a time: KV cache, greedy and seeded decoding",
         ("alone", "decode"),
     ),
-    _Template("state", "recurrent state over thousands of steps", ("drift",), _recurrent),
+    _Template("state", "recurrent state over many steps", ("drift",), _recurrent),
     _Template(
         "batching",
         "many requests at once: continuous batching, chunked prefill, cancel, independence",
@@ -80,7 +89,11 @@ TEMPLATES = (
         "edges, bad arguments (a ValueError that names the argument), sampling",
         ("limits", "sampling"),
     ),
-    _Template("memory", "capacity, no allocation in steady decode, no leak", ("memory",), _on_gpu),
+    _Template(
+        "memory",
+        "long answers and many requests: no drift, no allocation in steady decode, no leak",
+        ("drift", "memory"),
+    ),
     _Template("parallel", "several devices, one model", ("parallel",), _parallel),
     _Template(
         "speed", "the spec's goals, with every earlier gate still passed", ("speed",), _has_goals
@@ -105,7 +118,7 @@ def phases(spec: Spec, gates: Collection[str] | None = None) -> list[Phase]:
         from metainfer_lab.gates import GATES as gates
     known, chain, passed = traits(spec), [], ()
     for template in TEMPLATES:
-        own = tuple(gate for gate in template.gates if gate in gates)
+        own = tuple(gate for gate in template.gates if gate in gates and gate not in passed)
         if own and template.when(spec, known):
             shown = tuple(skill.name for skill in route(spec, template.name))
             chain.append(Phase(template.name, template.goal, shown, own, passed))
