@@ -1,6 +1,7 @@
 """Engines: what a folder says of itself, the process it runs in, and how one talks with it."""
 
 from metainfer_lab.engine.manifest import EngineManifest, find_engine, is_recorded
+from metainfer_lab.engine.nursery import Nursery
 from metainfer_lab.engine.process import (
     Arrival,
     EngineDied,
@@ -18,6 +19,7 @@ __all__ = [
     "EngineError",
     "EngineManifest",
     "EngineProcess",
+    "Nursery",
     "StepResult",
     "find_engine",
     "is_recorded",

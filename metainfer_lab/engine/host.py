@@ -10,19 +10,84 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import sys
 import traceback
 from types import ModuleType
 from typing import Any
 
+PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
+PRIVATE_FOLDERS = ("HOME", "TMPDIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
+PRIVATE_FOLDERS += ("TORCHINDUCTOR_CACHE_DIR",)
+
 
 def main(settings: dict[str, Any]) -> None:
     """Serve until the parent says close or its end of the pipe is gone."""
     sys.path.extend(settings["packages"])
+    if "nursery" in settings:
+        settings = nursery(settings["nursery"])
     wire = _module("wire", settings["wire"])
     host = Host(wire, settings["commands"], settings["results"], settings["folder"])
     while host.serve_one():
         pass
+
+
+def nursery(fd: int) -> dict[str, Any]:
+    """Import what every engine imports, then fork at each message; returns in the forks alone.
+
+    b"end" ends the forks with all they started, which this process adopts (subreaper); it cannot be
+    traced (not dumpable). With its parent's end of the channel gone, it ends.
+    """
+    import ctypes
+    import socket
+
+    import torch  # noqa: F401
+
+    control = ctypes.CDLL(None).prctl
+    control(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    control(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    channel = socket.socket(fileno=fd)
+    while True:
+        message, fds, _, _ = socket.recv_fds(channel, 1 << 16, 3)
+        if message == b"end":
+            _end_children()
+            channel.send(b"ended")
+        elif not message:
+            sys.exit(0)
+        elif os.fork() == 0:
+            channel.close()
+            control(PR_SET_DUMPABLE, 1, 0, 0, 0)
+            settings = json.loads(message)
+            _move_in(settings["scratch"], fds[2])
+            return settings | {"commands": fds[0], "results": fds[1]}
+        for inherited in fds:
+            os.close(inherited)
+
+
+def _move_in(scratch: str, log: int) -> None:
+    """A fork's own folder for home, temporary files and compile caches, and its own log."""
+    os.mkdir(scratch)
+    shared = os.environ["HOME"]
+    for name in PRIVATE_FOLDERS:
+        os.environ[name] = os.environ[name].replace(shared, scratch, 1)
+    os.setsid()
+    os.chdir(scratch)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+
+
+def _end_children() -> None:
+    while children := _children():
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        for child in children:
+            os.waitpid(child, 0)
+
+
+def _children() -> list[int]:
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return [int(pid) for pid in file.read().split()]
 
 
 class Host:

@@ -15,9 +15,9 @@ import numpy as np
 
 from metainfer_lab import wire
 from metainfer_lab.engine.manifest import is_recorded
+from metainfer_lab.engine.nursery import HOST, Forked, Nursery
 from metainfer_lab.sandbox import Confined, Sandbox, choose
 
-HOST = Path(__file__).with_name("host.py")
 DEFAULT_TIMEOUT_S = 120.0
 WHILE_SPINNING = frozenset({"submit", "cancel", "stats"})
 
@@ -58,7 +58,7 @@ class EngineProcess:
 
     The first checkpoint is loaded on entry; `load` replaces it by another below `readable`.
     timeout_s: the longest that any single answer may take; threads: of OpenMP in the process, None
-    leaves the machine's number.
+    leaves the machine's number; nursery: forks the process, with its own rung, files and threads.
     """
 
     def __init__(
@@ -74,19 +74,22 @@ class EngineProcess:
         readable: Sequence[Path] = (),
         timeout_s: float = DEFAULT_TIMEOUT_S,
         threads: int | None = None,
+        nursery: Nursery | None = None,
     ):
         self.folder = Path(folder).resolve()
         self.checkpoint = checkpoint
         self.settings = dict(
             device=device, max_batch=max_batch, max_context=max_context, cache_bytes=cache_bytes
         )
-        self.level = choose(sandbox, trusted=is_recorded(self.folder))
+        self.nursery = nursery
+        trusted = is_recorded(self.folder)
+        self.level = nursery.level if nursery else choose(sandbox, trusted=trusted)
         self.readable = [self.folder, HOST, Path(wire.__file__), *readable]
         if checkpoint is not None:
             self.readable.append(Path(checkpoint).resolve())
         self.timeout_s = timeout_s
         self.threads = threads
-        self.confined: Confined | None = None
+        self.confined: Confined | Forked | None = None
         self._spinning = False
         self._submitted_late = False
         self._pending: deque[Arrival | None] = deque()
@@ -192,24 +195,25 @@ class EngineProcess:
     def _start(self) -> None:
         child_in, self._commands = os.pipe()
         self._results, child_out = os.pipe()
-        settings = {
-            "wire": str(wire.__file__),
-            "folder": str(self.folder),
-            "commands": child_in,
-            "results": child_out,
-        }
+        settings = {"wire": str(wire.__file__), "folder": str(self.folder)}
         try:
-            self.confined = Confined(
-                ["python", "-I", "-S", str(HOST)],
-                settings=settings,
-                level=self.level,
-                readable=self.readable,
-                pass_fds=(child_in, child_out),
-                threads=self.threads,
-            )
+            if self.nursery is not None:
+                self.confined = self.nursery.fork(settings, child_in, child_out)
+            else:
+                self.confined = self._confined(settings, child_in, child_out)
         finally:
             os.close(child_in)
             os.close(child_out)
+
+    def _confined(self, settings: dict[str, Any], commands: int, results: int) -> Confined:
+        return Confined(
+            ["python", "-I", "-S", str(HOST)],
+            settings=settings | {"commands": commands, "results": results},
+            level=self.level,
+            readable=self.readable,
+            pass_fds=(commands, results),
+            threads=self.threads,
+        )
 
     def _call(self, operation: str, **arguments: Any) -> dict[str, Any]:
         if self._spinning and operation not in WHILE_SPINNING:

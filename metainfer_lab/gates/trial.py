@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,14 +13,14 @@ import numpy as np
 
 from metainfer_lab import checkpoints
 from metainfer_lab.checkpoints.tiny import draw_dims, tiny_checkpoint
-from metainfer_lab.engine import EngineError, EngineManifest, EngineProcess
+from metainfer_lab.engine import EngineError, EngineManifest, EngineProcess, Nursery, is_recorded
 from metainfer_lab.errors import InputError
 from metainfer_lab.gates.compare import Ask, calibrated_truth, fixed_truth
 from metainfer_lab.gates.tolerances import CALIBRATED, Depth
 from metainfer_lab.gates.verdict import Findings
 from metainfer_lab.model import ModelDims
 from metainfer_lab.oracle import Dtype, Oracle
-from metainfer_lab.sandbox import Sandbox
+from metainfer_lab.sandbox import Sandbox, choose
 from metainfer_lab.spec import Spec
 
 
@@ -41,6 +41,7 @@ class Trial:
     findings: Findings = field(default_factory=Findings)
     level: str = "none"
     _living: int = 0
+    _open: ExitStack = field(default_factory=ExitStack)
     _oracle: Oracle | None = None
     _made: int = 0
 
@@ -97,13 +98,15 @@ class Trial:
 
         folder: a copy of the engine to run in place of it.
         """
+        tiny = self._is_tiny(checkpoint)
         process = EngineProcess(
             folder or self.folder,
             checkpoint,
             device=self.device,
             sandbox=self.sandbox,
             readable=[self.work],
-            threads=1 if self._is_tiny(checkpoint) else None,
+            threads=1 if tiny else None,
+            nursery=self._nursery if tiny and self.device == "cpu" else None,
             **settings,
         )
         self.level = process.level
@@ -113,6 +116,12 @@ class Trial:
                 yield process
         finally:
             self._living -= 1
+
+    @cached_property
+    def _nursery(self) -> Nursery:
+        """Where tiny candidates start; a GPU's driver wants a process of its own each time."""
+        level = choose(self.sandbox, trusted=is_recorded(self.folder))
+        return self._open.enter_context(Nursery(level, [self.folder, self.work], threads=1))
 
     def oracle(self, checkpoint: Path, dtype: Dtype = "float64") -> Oracle:
         """The oracle, turned to a checkpoint, or to its exactly dequantised form."""
@@ -131,7 +140,8 @@ class Trial:
         return partial(fixed_truth, self.oracle(checkpoint), self.activations, depth)
 
     def end(self) -> None:
-        """End the oracle's process."""
+        """End the oracle's process and the nursery."""
+        self._open.close()
         oracle, self._oracle = self._oracle, None
         if oracle is not None:
             oracle.__exit__(None, None, None)

@@ -20,7 +20,7 @@ from typing import IO, Any
 from metainfer_lab.sandbox.packages import interpreter, link_packages
 from metainfer_lab.sandbox.rungs import LIMITS, Level, Policy, Sandbox, choose, leaks, wrap
 
-__all__ = ["LIMITS", "Completed", "Confined", "Level", "Sandbox", "choose", "leaks", "run"]
+__all__ = ["LIMITS", "Completed", "Confined", "Level", "Sandbox", "Tail", "choose", "leaks", "run"]
 
 KEPT_OUTPUT = 64 << 10  # characters of a stream that are kept from its beginning and from its end
 PASSED_ON = ("LANG", "LC_ALL", "TZ", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
@@ -83,8 +83,8 @@ class Confined:
             pass_fds=pass_fds,
             start_new_session=True,
         )
-        self.stdout = _Tail(self.process.stdout)
-        self.stderr = _Tail(self.process.stderr)
+        self.stdout = Tail(self.process.stdout)
+        self.stderr = Tail(self.process.stderr)
 
     def _environment(self, threads: int | None) -> dict[str, str]:
         (self.scratch / "bin").mkdir()
@@ -157,7 +157,7 @@ def run(
     return Completed(confined.stdout.text(), confined.stderr.text(), code, level, timed_out)
 
 
-class _Tail:
+class Tail:
     """Drains a stream in a thread; keeps its beginning and its end, never more."""
 
     def __init__(self, stream: IO[bytes]):

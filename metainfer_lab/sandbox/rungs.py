@@ -109,6 +109,9 @@ def _ask(level: Level, policy: Policy, argv: list[str]) -> tuple[str, ...]:
 def _bubblewrap(policy: Policy, cwd: Path) -> list[str]:
     argv = [str(_bubblewrap_binary()), "--die-with-parent", "--unshare-all", "--new-session"]
     argv += ["--share-net"] if policy.sockets else []
+    argv += ["--cap-drop", "ALL"]  # root's bwrap hands its powers on, tracing among them
+    if os.geteuid() == 0:  # of these the reading and writing of files stays
+        argv += ["--cap-add", "CAP_DAC_OVERRIDE", "--cap-add", "CAP_DAC_READ_SEARCH"]
     for root in map(Path, SYSTEM):
         if root.is_symlink():
             argv += ["--symlink", str(root.readlink()), str(root)]
