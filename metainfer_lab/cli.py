@@ -156,6 +156,20 @@ def record(
 
 
 @app.command()
+def figures(
+    names: Annotated[list[str] | None, typer.Argument(help="all of them where left out")] = None,
+    check: Annotated[bool, typer.Option(help="hold the published files to the record")] = False,
+) -> None:
+    """Draw the published figures from the record, or say where they differ from it."""
+    if check:
+        problems = lab.figures.check(names or [])
+        print("\n".join(problems) or "the published figures are what the record draws")
+        finish(not problems)
+    for path in lab.figures.publish(names or []):
+        print(path.relative_to(path.parent.parent))
+
+
+@app.command()
 def notebooks(
     names: Annotated[
         list[str] | None, typer.Argument(help="00, 00_start_here …; all of them")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pandas as pd
 import pytest
+from matplotlib.collections import PathCollection
 from test_results import CONDITIONS, row
 
-from metainfer_lab import figures
-from metainfer_lab.bench import results
+from metainfer_lab import figures, paths
+from metainfer_lab.bench import ledger, results
 from metainfer_lab.errors import InputError
+from metainfer_lab.figures.style import LOOKS, OURS, STYLE
 
 
 @pytest.fixture
@@ -43,8 +46,9 @@ def test_an_engine_keeps_its_look_in_any_company(rows):
     alone = figures.single_stream(rows[rows["engine"] == "vllm-0.25.1"])
     beside = figures.single_stream(rows)
     assert alone.axes[0].patches[0].get_facecolor() == beside.axes[0].patches[1].get_facecolor()
-    looks = {*figures.LOOKS.values(), figures.OURS}
-    assert len({colour for colour, _ in looks}) == len(looks)
+    looks = {*LOOKS.values(), OURS}
+    assert len({colour for colour, *_ in looks}) == len(looks)
+    assert len({marker for *_, marker in looks}) == len(looks)
 
 
 def test_operating_points_are_not_mixed(rows):
@@ -81,3 +85,123 @@ def test_caption_names_the_floor_kind_of_the_row():
     measured = results.pairs({**CONDITIONS, "floor": "measured"})
     figure = figures.single_stream(results.table([row(conditions=measured, p50=290.0)]))
     assert "floor 281 (measured)" in texts(figure)
+
+
+def at(batch: int, tok_s: float, **changes: object) -> list[dict]:
+    """Rate and time of one operating point that agree with each other."""
+    floor = {"floor": 300.0 * batch, "batch": batch}
+    time = 1e3 * batch / tok_s
+    spread = {"p20": time, "p50": time, "p80": time}
+    ms = {**changes, **floor, **spread, "metric": "tpot_ms", "unit": "ms", "floor": 1e3 / 300}
+    return [row(**{**changes, **floor, "p50": tok_s}), row(**ms)]
+
+
+def test_throughput_joins_batches_and_draws_reported_ones_hollow():
+    reported = {"engine": "vllm-0.25.1", "origin": "reported", "raw": "cookbook"}
+    points = [at(1, 200), at(8, 1500), at(1, 190, **reported), at(8, 1400, **reported)]
+    rows = results.table([row for pair in points for row in pair])
+    axes = figures.throughput(rows).axes[0]
+    ours, theirs, floor = axes.lines
+    assert ours.get_xdata().tolist() == pytest.approx([200, 1500 / 8])
+    assert ours.get_ydata().tolist() == [200, 1500]
+    assert theirs.get_markerfacecolor() == "none" and ours.get_markerfacecolor() != "none"
+    assert floor.get_ydata().tolist() == [300, 2400] and floor.get_label() == "floor"
+    assert sorted(text.get_text() for text in axes.texts) == ["1", "1", "8", "8"]
+    with pytest.raises(InputError, match="one model, machine"):
+        figures.throughput(pd.concat([rows, rows.assign(gpu="B200")]))
+
+
+def test_tries_show_what_was_thrown_away():
+    def tried(name: str, parent: str | None, ratio: float | None, status: str) -> dict:
+        spread = {"ratio": ratio, "ratio_lo": ratio, "ratio_hi": ratio}
+        reason = None if status == "keep" else "slower"
+        return {"id": name, "parent": parent, "status": status, "reason": reason, **spread} | {
+            "hypothesis": "x", "workload": "decode step, 1 stream"
+        }  # fmt: skip
+
+    rows = [tried("a", None, None, "keep"), tried("b", "a", 1.5, "keep")]
+    rows += [tried("c", "b", 0.8, "discard"), tried("d", "b", 1.1, "keep")]
+    other = tried("e", None, None, "keep") | {"workload": "first token"}
+    table = ledger.check(pd.DataFrame([*rows, other]).reindex(columns=list(ledger.COLUMNS)))
+    tries = ledger.best_so_far(table, "decode step")
+    assert tries["speed"].tolist() == pytest.approx([1, 1.5, 1.2, 1.65])
+    assert tries["best"].tolist() == pytest.approx([1, 1.5, 1.5, 1.65])
+    axes = figures.running_best(tries).axes[0]
+    kept, thrown = [group for group in axes.collections if isinstance(group, PathCollection)]
+    assert len(kept.get_offsets()) == 3 and len(thrown.get_offsets()) == 1
+    assert len(thrown.get_facecolor()) == 0, "what was thrown away is hollow"
+
+
+def test_step_shares_add_up_to_the_step():
+    parts = [("a", "weights", 3.0), ("a", "cache", 0.5), ("a", "beyond the floor", 1.5)]
+    figure = figures.step_shares(pd.DataFrame(parts, columns=["engine", "part", "ms"]))
+    axes = figure.axes[0]
+    assert [bar.get_width() for bar in axes.patches] == [3, 0.5, 1.5]
+    assert axes.patches[2].get_x() == 3.5 and axes.patches[2].get_hatch()
+    assert [text.get_text() for text in axes.texts] == ["60%", "10%", "30%"]
+
+
+def as_published(name: str) -> pytest.param:
+    """A published figure beside the PNG in figures/, within what rendering may differ by."""
+    looks = {"baseline_dir": "../figures", "style": str(STYLE), "savefig_kwargs": {"dpi": 200}}
+    marks = pytest.mark.mpl_image_compare(filename=f"{name}.png", tolerance=2, **looks)
+    return pytest.param(name, marks=marks, id=name)
+
+
+@pytest.mark.parametrize("name", [as_published(name) for name in figures.PUBLISHED])
+def test_published_figures_look_as_they_did(name):
+    """Beyond `check`, which compares bytes: with another matplotlib too."""
+    published = figures.PUBLISHED[name]
+    return published.draw(published.table())
+
+
+def test_published_figures_are_what_the_record_draws():
+    assert figures.check() == []
+
+
+@pytest.mark.parametrize("kind", ["csv", "png", "pdf"])
+def test_a_changed_or_missing_file_is_found(tmp_path, kind):
+    name = "floors_h200"
+    for path in paths.FIGURES.glob(f"{name}.*"):
+        shutil.copyfile(path, tmp_path / path.name)
+    assert figures.check([name], tmp_path) == []
+    target = tmp_path / f"{name}.{kind}"
+    changed = target.read_bytes().replace(b"1024", b"1025") if kind == "csv" else b"other"
+    target.write_bytes(changed)
+    problems = figures.check([name], tmp_path)
+    assert len(problems) == 1 and problems[0].startswith(name)
+    target.unlink()
+    assert f"not published as {kind}" in figures.check([name], tmp_path)[0]
+    with pytest.raises(InputError, match="no 'nothing'"):
+        figures.check(["nothing"])
+
+
+def test_images_are_not_compared_across_matplotlib_versions(tmp_path):
+    name = "floors_h200"
+    for path in paths.FIGURES.glob(f"{name}.*"):
+        shutil.copyfile(path, tmp_path / path.name)
+    record = json.loads((tmp_path / f"{name}.json").read_text())
+    record["versions"]["matplotlib"] = "3.0"
+    (tmp_path / f"{name}.json").write_text(json.dumps(record))
+    (tmp_path / f"{name}.png").write_bytes(b"other")
+    assert figures.check([name], tmp_path) == []
+
+
+def test_provenance_names_data_and_function():
+    record = json.loads((paths.FIGURES / "floors_h200.json").read_text())
+    assert record["drawn_by"]["function"] == "metainfer_lab.figures.bounds.floors_by_batch"
+    assert "data/hardware/h200.yaml" in record["data"] and len(record["data"]) == 4
+    assert not {"commit", "time", "timestamp"} & set(record)
+
+
+def test_reported_rows_of_a_file_are_the_file():
+    """Numbers that were copied from a table of measurements are that table's."""
+    reported = results.read(paths.RESULTS / "reported.csv")
+    for raw in reported["raw"][reported["raw"].str.startswith("data/")].unique():
+        file = pd.read_csv(paths.ROOT / raw)
+        for one in reported[reported["raw"] == raw].itertuples():
+            mode = "in-process" if one.engine.endswith("in-process") else "default"
+            point = {"model": one.model, "tp": one.tp, "process_mode": mode}
+            point |= {"batch": one.batch, "prompt_len": one.prompt_len}
+            source = file[(file[list(point)] == pd.Series(point)).all(axis=1)].iloc[0]
+            assert one.p50 == source["prefill_ms" if one.metric == "ttft_ms" else one.metric]

@@ -83,3 +83,28 @@ def read(path: Path) -> pd.DataFrame:
 def append(path: Path, row: dict) -> pd.DataFrame:
     """Add one checked row to a ledger, whole or not at all; returns the whole ledger."""
     return append_rows(path, pd.DataFrame([row]).reindex(columns=list(COLUMNS)), check)
+
+
+def best_so_far(rows: pd.DataFrame, workload: str) -> pd.DataFrame:
+    """The tries on one workload (told by how its name begins), as speeds over the first of them.
+
+    speed: product of the ratios back to the first version; lo and hi of the row's own interval;
+    best: the greatest speed of a kept row so far. Rows without a ratio stand at 1 when they are a
+    first version, and are left out when they crashed or were never measured.
+    """
+    speeds: dict[str, float] = {}
+    tries: list[dict[str, object]] = []
+    best = 0.0
+    for row in rows[rows["workload"].str.startswith(workload, na=False)].itertuples():
+        first = pd.isna(row.parent) or row.parent not in speeds
+        if not first and pd.isna(row.ratio):
+            continue
+        parent = 1.0 if first else speeds[row.parent]
+        ratios = [1.0] * 3 if first else [row.ratio, row.ratio_lo, row.ratio_hi]
+        speed, lo, hi = (parent * ratio for ratio in ratios)
+        speeds[row.id], best = speed, max(best, speed if row.status == "keep" else 0.0)
+        tries.append(
+            {"id": row.id, "workload": row.workload, "hypothesis": row.hypothesis}
+            | {"status": row.status, "speed": speed, "lo": lo, "hi": hi, "best": best}
+        )
+    return pd.DataFrame(tries)
