@@ -4,6 +4,7 @@ from metainfer_lab.engine.manifest import EngineManifest, find_engine, is_record
 from metainfer_lab.engine.nursery import Nursery
 from metainfer_lab.engine.process import (
     Arrival,
+    Census,
     EngineDied,
     EngineError,
     EngineProcess,
@@ -13,6 +14,7 @@ from metainfer_lab.engine.session import Chat, Engine
 
 __all__ = [
     "Arrival",
+    "Census",
     "Chat",
     "Engine",
     "EngineDied",

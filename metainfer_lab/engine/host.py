@@ -7,6 +7,7 @@ to a log that decides nothing. Nothing here knows what a right answer is.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -16,7 +17,9 @@ import traceback
 from types import ModuleType
 from typing import Any
 
-PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
+PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 4, 15, 36
+OF_ALL_RANKS = frozenset({"load", "score", "submit", "cancel", "step", "stats", "close", "exit"})
+OF_ONE_MIND = frozenset({"submit", "cancel", "stats"})  # equal on all ranks, or their ways part
 PRIVATE_FOLDERS = ("HOME", "TMPDIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
 PRIVATE_FOLDERS += ("TORCHINDUCTOR_CACHE_DIR",)
 
@@ -26,8 +29,10 @@ def main(settings: dict[str, Any]) -> None:
     sys.path.extend(settings["packages"])
     if "nursery" in settings:
         settings = nursery(settings["nursery"])
-    wire = _module("wire", settings["wire"])
-    host = Host(wire, settings["commands"], settings["results"], settings["folder"])
+    if settings["world"] > 1:
+        settings = _module("ranks", _beside("ranks.py")).split(settings)
+    _call_itself(f"rank{settings.get('rank', 0)}")
+    host = Host(_module("wire", settings["wire"]), settings)
     while host.serve_one():
         pass
 
@@ -90,14 +95,24 @@ def _children() -> list[int]:
         return [int(pid) for pid in file.read().split()]
 
 
-class Host:
-    """One engine package, at most one loaded engine."""
+def _call_itself(name: str) -> None:
+    """Set the name under which the parent finds this process."""
+    import ctypes
 
-    def __init__(self, wire: ModuleType, commands: int, results: int, folder: str):
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+class Host:
+    """One engine package, at most one loaded engine; one rank of several, or the only one."""
+
+    def __init__(self, wire: ModuleType, settings: dict[str, Any]):
         self.wire = wire
-        self.commands = commands
-        self.results = results
-        self.folder = folder
+        self.commands = settings["commands"]
+        self.results = settings["results"]
+        self.folder = settings["folder"]
+        self.world = settings["world"]
+        self.rank = settings.get("rank", 0)
+        self.links = settings.get("links", [])
         self.package: ModuleType | None = None
         self.engine: Any = None
         self.unfinished: set[int] = set()
@@ -114,22 +129,56 @@ class Host:
 
     def _reply(self, operation: str, command: dict[str, Any]) -> None:
         """Carry out a command and send what came of it; "of" says which command it was."""
+        if operation in OF_ALL_RANKS:
+            self._tell(operation, command)
         try:
             answer = getattr(self, f"do_{operation}")(**command)
         except BaseException as error:  # SystemExit too: an engine does not get to leave quietly
             trace = "".join(traceback.format_exception(error)[-6:])
             answer = {"error": type(error).__name__, "text": str(error), "trace": trace}
+        if operation == "step" and self.rank:  # nobody waits: an error is said by leaving
+            if "error" in answer:
+                print(f"rank {self.rank}: {answer['trace']}", file=sys.stderr, flush=True)
+                os._exit(1)  # what exit handlers would wait for may be gone
+            return
+        if operation in OF_ALL_RANKS and operation != "step":
+            answer = self._agreed(operation, answer)
         self.wire.send(self.results, answer | {"of": operation})
+
+    def _tell(self, operation: str, command: dict[str, Any]) -> None:
+        for tell, _ in self.links:
+            self.wire.send(tell, command | {"op": operation})
+
+    def _agreed(self, operation: str, answer: dict[str, Any]) -> dict[str, Any]:
+        """Rank 0's answer, or an error if another rank's differs where it may not."""
+        for rank, (_, hear) in enumerate(self.links, 1):
+            try:
+                other = self.wire.receive(hear)
+            except EOFError:
+                return {"error": "RankLost", "text": f"rank {rank} ended in {operation}"}
+            other.pop("of")
+            kinds = [one.get("error") for one in (answer, other)]
+            differ = kinds[0] != kinds[1]
+            if differ or (operation in OF_ONE_MIND and kinds[0] is None and answer != other):
+                text = f"{operation}: rank {rank} answered {other}, rank 0 {answer}"
+                return {"error": "RanksDisagree", "text": text[:2000]}
+        return answer
 
     def do_load(self, **arguments: Any) -> dict[str, Any]:
         if self.package is None:
             self.package = _package("engine", self.folder)
         self.do_close()
+        if self.world > 1:
+            arguments |= {"rank": self.rank, "world": self.world}
+            if arguments["device"] == "cuda":
+                arguments["device"] = f"cuda:{self.rank}"
         self.engine = self.package.load(**arguments)
         return {}
 
     def do_score(self, tokens: list[int], positions: list[int], routing: bool) -> dict[str, Any]:
         answer = self.engine.score(tokens, positions, **({"routing": True} if routing else {}))
+        if self.rank:  # rank 0's logits count
+            return {}
         logits, experts = answer if routing else (answer, None)
         message = {"logits": _numpy(logits), "dtype": str(getattr(logits, "dtype", None))}
         return message if experts is None else message | {"experts": _numpy(experts)}
@@ -157,6 +206,7 @@ class Host:
         """
         stopped = False
         while self.unfinished and not stopped:
+            self._tell("step", {})
             if steps := self._step():
                 self.wire.send(self.results, {"steps": steps})
             while not stopped and self.wire.readable(self.commands):
@@ -172,6 +222,18 @@ class Host:
 
     def do_stats(self) -> dict[str, Any]:
         return {"stats": self.engine.stats()}
+
+    def do_census(self) -> dict[str, Any]:
+        """What is alive: Python objects that can hold others, tensors, bytes of their storages."""
+        import torch
+
+        gc.collect()
+        alive = gc.get_objects()
+        tensors = [one for one in alive if issubclass(type(one), torch.Tensor)]
+        storages = dict(map(_storage, tensors))
+        reserved = torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0
+        counts = {"objects": len(alive), "tensors": len(tensors), "device_reserved": reserved}
+        return {"census": counts | {"tensor_bytes": sum(storages.values())}}
 
     def do_modules(self) -> dict[str, Any]:
         """Top-level names of all that was imported."""
@@ -197,10 +259,22 @@ def _result(result: Any) -> list[Any]:
     return [int(request), int(token), float(logprob), pairs, finish]
 
 
+def _storage(tensor: Any) -> tuple[int, int]:
+    """What tells a tensor's storage from others, and its bytes."""
+    try:
+        return tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+    except NotImplementedError:  # an opaque one, as packed weights of a CPU library are
+        return id(tensor), tensor.nbytes
+
+
 def _numpy(tensor: Any) -> Any:
     import numpy as np
 
     return tensor if isinstance(tensor, np.ndarray) else tensor.detach().cpu().numpy()
+
+
+def _beside(name: str) -> str:
+    return os.path.join(os.path.dirname(os.path.abspath(__file__)), name)
 
 
 def _module(name: str, path: str) -> ModuleType:

@@ -18,6 +18,7 @@ from metainfer_lab import wire
 from metainfer_lab.sandbox import Confined, Level, Tail
 
 HOST = Path(__file__).with_name("host.py")
+HOST_FILES = [HOST, HOST.with_name("ranks.py"), Path(wire.__file__)]  # all that a host reads of us
 START_S = 60.0
 
 
@@ -26,7 +27,7 @@ class Nursery:
 
     def __init__(self, level: Level, readable: Sequence[Path], threads: int | None = None):
         self.level = level
-        self.readable = [HOST, Path(wire.__file__), *readable]
+        self.readable = [*HOST_FILES, *readable]
         self.threads = threads
         self.numbers = itertools.count()
 

@@ -9,14 +9,17 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
 
 from metainfer_lab import wire
 from metainfer_lab.engine.manifest import is_recorded
-from metainfer_lab.engine.nursery import HOST, Forked, Nursery
+from metainfer_lab.engine.nursery import HOST, HOST_FILES, Forked, Nursery
 from metainfer_lab.sandbox import Confined, Sandbox, choose
+
+if TYPE_CHECKING:
+    import psutil
 
 DEFAULT_TIMEOUT_S = 120.0
 WHILE_SPINNING = frozenset({"submit", "cancel", "stats"})
@@ -53,12 +56,23 @@ class Arrival(NamedTuple):
     results: list[StepResult]
 
 
+class Census(NamedTuple):
+    """What is alive in an engine's process. objects: those that Python's collector knows; tensors,
+    and bytes of their storages; device_reserved: bytes that torch holds of the GPU."""
+
+    objects: int
+    tensors: int
+    tensor_bytes: int
+    device_reserved: int
+
+
 class EngineProcess:
     """A context manager over one host process and the engine that it has loaded.
 
     The first checkpoint is loaded on entry; `load` replaces it by another below `readable`.
     timeout_s: the longest that any single answer may take; threads: of OpenMP in the process, None
-    leaves the machine's number; nursery: forks the process, with its own rung, files and threads.
+    leaves the machine's number; nursery: forks the process, with its own rung, files and threads;
+    world: ranks of the engine, one process each, on the GPUs 0, 1, … if on any.
     """
 
     def __init__(
@@ -75,6 +89,7 @@ class EngineProcess:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         threads: int | None = None,
         nursery: Nursery | None = None,
+        world: int = 1,
     ):
         self.folder = Path(folder).resolve()
         self.checkpoint = checkpoint
@@ -84,7 +99,8 @@ class EngineProcess:
         self.nursery = nursery
         trusted = is_recorded(self.folder)
         self.level = nursery.level if nursery else choose(sandbox, trusted=trusted)
-        self.readable = [self.folder, HOST, Path(wire.__file__), *readable]
+        self.world = world
+        self.readable = [self.folder, *HOST_FILES, *readable]
         if checkpoint is not None:
             self.readable.append(Path(checkpoint).resolve())
         self.timeout_s = timeout_s
@@ -150,6 +166,34 @@ class EngineProcess:
         """The engine's own counters."""
         return self._call("stats")["stats"]
 
+    @property
+    def sockets(self) -> bool:
+        """Whether the process may open any: ranks speak through them, and only bubblewrap gives
+        them a network of their own."""
+        return self.world > 1 and self.level != "bubblewrap"
+
+    def census(self) -> Census:
+        """What lives in the process of rank 0, after a garbage collection."""
+        return Census(**self._call("census")["census"])
+
+    def rank(self, rank: int = 0) -> psutil.Process:
+        """The process of a rank, seen from outside; EngineDied when it is not there."""
+        import psutil
+
+        outermost = self.nursery.confined if self.nursery else self.confined
+        if outermost is not None:
+            first = psutil.Process(outermost.process.pid)
+            for process in (first, *first.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if process.name() == f"rank{rank}":
+                        return process
+        raise EngineDied(f"{self.folder.name}: there is no process of rank {rank}")
+
+    def resident_bytes(self) -> int:
+        """Memory of rank 0's process alone that is not a file's, as the kernel counts it."""
+        lines = Path(f"/proc/{self.rank().pid}/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
+
     def modules(self) -> list[str]:
         """Top-level names of the modules that the process has imported."""
         return self._call("modules")["modules"]
@@ -195,7 +239,8 @@ class EngineProcess:
     def _start(self) -> None:
         child_in, self._commands = os.pipe()
         self._results, child_out = os.pipe()
-        settings = {"wire": str(wire.__file__), "folder": str(self.folder)}
+        settings = {"wire": str(wire.__file__), "folder": str(self.folder), "world": self.world}
+        settings["device"] = self.settings["device"]
         try:
             if self.nursery is not None:
                 self.confined = self.nursery.fork(settings, child_in, child_out)
@@ -212,6 +257,7 @@ class EngineProcess:
             level=self.level,
             readable=self.readable,
             pass_fds=(commands, results),
+            sockets=self.sockets,
             threads=self.threads,
         )
 

@@ -19,8 +19,10 @@ from metainfer_lab.errors import InputError
 from metainfer_lab.gates.alone import alone
 from metainfer_lab.gates.batching import batching
 from metainfer_lab.gates.decode import decode
+from metainfer_lab.gates.drift import drift
 from metainfer_lab.gates.limits import limits
 from metainfer_lab.gates.logits import logits
+from metainfer_lab.gates.memory import memory
 from metainfer_lab.gates.sampling import sampling
 from metainfer_lab.gates.speed import speed
 from metainfer_lab.gates.trial import Trial
@@ -52,6 +54,8 @@ GATES: dict[str, Gate] = {
     "batching": Gate(1, "an answer does not depend on neighbours, arrivals, cancels", batching),
     "limits": Gate(1, "edges of the context; bad arguments are refused by name", limits),
     "sampling": Gate(1, "distributions, filters, penalties, seeds", sampling),
+    "drift": Gate(1, "hundreds of steps; the precision of cache and state", drift),
+    "memory": Gate(1, "capacity as predicted; nothing grows by step or by request", memory),
     "speed": Gate(1, "the goals, beside what they compare with; some timed tokens checked", speed),
 }
 

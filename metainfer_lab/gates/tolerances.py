@@ -31,17 +31,19 @@ Depth = Literal["tiny", "full"]
 
 class Fixed(NamedTuple):
     """row, p95: relative L2 error of a row of logits, greatest and 95th percentile; kl: of the two
-    distributions, nats; logprob: absolute, nats, of one token."""
+    distributions, nats; logprob: absolute, nats, of one token; router: absolute, of the difference
+    of two router logits."""
 
     row: float
     p95: float
     kl: float
     logprob: float
+    router: float
 
 
 FIXED: dict[tuple[str, Depth], Fixed] = {
-    ("fp32", "tiny"): Fixed(row=2e-5, p95=1e-5, kl=1e-7, logprob=1e-4),
-    ("fp32", "full"): Fixed(row=1e-4, p95=2e-5, kl=1e-6, logprob=1e-3),
+    ("fp32", "tiny"): Fixed(row=2e-5, p95=1e-5, kl=1e-7, logprob=1e-4, router=1e-4),
+    ("fp32", "full"): Fixed(row=1e-4, p95=2e-5, kl=1e-6, logprob=1e-3, router=1e-3),
 }
 
 
@@ -55,11 +57,12 @@ class Calibration(NamedTuple):
     median: float
     kl: float
     logprob: float
+    router: float = 0.0
 
 
 CALIBRATED: dict[str, Calibration] = {
     "int8_dynamic": Calibration(("symmetric", "asymmetric"), 7.0, 2.0, 1.5, 30.0, 9.0),
-    "bf16": Calibration(("bfloat16",), 10.0, 2.5, 2.5, 40.0, 20.0),
+    "bf16": Calibration(("bfloat16",), 10.0, 2.5, 2.5, 40.0, 20.0, 4.0),
 }
 
 # Quantiles of fewer rows than this are not asked for: they would be a row's luck.
@@ -101,3 +104,44 @@ def calibrated(by: Calibration, rows: np.ndarray, kl: np.ndarray, logprob: np.nd
         p95=by.p95 * float(np.quantile(rows, 0.95)),
         median=by.median * float(np.median(rows)),
     )
+
+
+class Drift(NamedTuple):
+    """growth: RMS error of the last third of a long answer over that of the first; floor: the least
+    that counts as an error at the beginning, in units of a logprob's allowance."""
+
+    growth: float
+    floor: float
+
+
+DRIFT = Drift(growth=4.0, floor=0.002)
+
+
+class Memory(NamedTuple):
+    """block: most positions that share one block of a cache; conv: an engine's convolution tail in
+    units of the predicted one (three columns as bf16; four as fp32 is 2.7); late: steps by which a
+    result may come late; unsaid_least, unsaid_most: bytes of live tensors by which a longer context
+    grows an engine, over the growth of what stats() says; per_step: tensors, or caches of a token,
+    that a step of steady decode may leave; per_request: objects that a finished request may leave;
+    resident: bytes by which a round of requests may grow the process (malloc rounds up)."""
+
+    block: int
+    conv: int
+    late: int
+    unsaid_least: float
+    unsaid_most: float
+    per_step: float
+    per_request: float
+    resident: int
+
+
+MEMORY = Memory(
+    block=64,
+    conv=3,
+    late=4,
+    unsaid_least=0.8,
+    unsaid_most=1.5,
+    per_step=0.25,
+    per_request=0.5,
+    resident=2 << 20,
+)
