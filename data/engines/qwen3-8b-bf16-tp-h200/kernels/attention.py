@@ -1,0 +1,46 @@
+"""Launch of attention.cu: how many blocks share one key-value head of a sequence."""
+
+import functools
+import math
+
+import torch
+
+from .cuda import CudaKernel
+
+STAGES = 3
+STAGE_BYTES = 2 * 64 * 128 * 2
+
+
+def _splits(sequences: int, kv_heads: int) -> int:
+    """Enough blocks for 132 multiprocessors, at most the 8 that a cluster may have."""
+    return next(s for s in (1, 2, 4, 8) if s == 8 or s * sequences * kv_heads >= 128)
+
+
+@functools.cache
+def _kernel(heads: int, kv_heads: int, splits: int) -> CudaKernel:
+    shape = dict(HEADS=heads, KV_HEADS=kv_heads, SPLITS=splits, STAGES=STAGES)
+    return CudaKernel("attention.cu", "decode_attention", shape, 128, STAGES * STAGE_BYTES, splits)
+
+
+def decode_attention(
+    qkv: torch.Tensor,
+    q_norm: torch.Tensor,
+    k_norm: torch.Tensor,
+    rope: tuple[torch.Tensor, torch.Tensor],
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    positions: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """See naive.decode_attention."""
+    rows, kv_heads, dim = qkv.shape[0], k_cache.shape[1], k_cache.shape[3]
+    heads = qkv.shape[1] // dim - 2 * kv_heads
+    out = torch.empty(rows, heads * dim, dtype=torch.bfloat16, device=qkv.device)
+    splits = _splits(rows, kv_heads)
+    scale_log2 = dim**-0.5 * math.log2(math.e)
+    past = (*rope, k_cache, v_cache, block_table, positions)
+    settings = (block_table.stride(0), eps, scale_log2)
+    kernel = _kernel(heads, kv_heads, splits)
+    kernel((splits, kv_heads, rows), qkv, q_norm, k_norm, *past, out, *settings)
+    return out
