@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,14 @@ Dtype = Literal["float32", "float64"]
 Rounding = Literal["symmetric", "asymmetric", "bfloat16"]
 TIMEOUT_S = 600.0
 SMALL = 10_000_000  # parameters: below it a second thread costs more than it gains
+
+
+class Routed(NamedTuple):
+    """logits [positions, V]; router: the logits of all experts [layers, T, E], None where there
+    are none."""
+
+    logits: np.ndarray
+    router: np.ndarray | None
 
 
 class Oracle:
@@ -90,8 +98,32 @@ class Oracle:
         matrix product is rounded to 8 bits, one scale per token; bfloat16: what enters and leaves
         every module is rounded.
         """
+        return self.routed(tokens, positions, None, rounding).logits
+
+    def routed(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        experts: np.ndarray | None = None,
+        rounding: Rounding | None = None,
+    ) -> Routed:
+        """`logits`, and what the routers said on the way.
+
+        experts [layers, T, k]: those that each token goes through, in place of the routers' own
+        choice; their weights are the routers' (a softmax over the chosen ones).
+        """
         asked = {"tokens": [int(t) for t in tokens], "positions": [int(p) for p in positions]}
-        return self._call(op="logits", rounding=rounding, **asked)["logits"]
+        forced = {} if experts is None else {"experts": experts}
+        answer = self._call(op="logits", rounding=rounding, **asked, **forced)
+        return Routed(answer["logits"], answer.get("router"))
+
+    def sensitivity(self, tokens: Sequence[int]) -> dict[str, float]:
+        """Parameter (an expert's by "name.expert") -> how far changing it moves the logits.
+
+        In units of the logits' size, to first order, for a change of each weight by ± half of it
+        at random: by one backward pass from a random direction of all positions' logits.
+        """
+        return self._call(op="sensitivity", tokens=[int(t) for t in tokens])["moves"]
 
     def input_amax(self, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
         """Module -> largest |input| of each linear module, experts apart, over some prompts."""
@@ -136,16 +168,65 @@ class Service:
         return {}
 
     def logits(
-        self, tokens: list[int], positions: list[int], rounding: Rounding | None = None
+        self,
+        tokens: list[int],
+        positions: list[int],
+        rounding: Rounding | None = None,
+        experts: np.ndarray | None = None,
     ) -> dict[str, Any]:
         """One forward pass over the tokens; the head for the asked positions alone."""
         import torch
 
-        whole = keep_float64() if self.model.dtype == torch.float64 else nullcontext()
-        with torch.no_grad(), whole, self._rounding(rounding):
+        with torch.no_grad(), self._rounding(rounding), self._routing(experts) as router:
+            rows = self._forward(tokens, positions)
+        routed = {"router": torch.stack(router).numpy()} if router else {}
+        return {"logits": rows.numpy()} | routed
+
+    def _forward(self, tokens: list[int], positions: list[int]) -> torch.Tensor:
+        import torch
+
+        with keep_float64() if self.model.dtype == torch.float64 else nullcontext():
             output = self.model.model(torch.tensor([tokens]), use_cache=False)
-            rows = self.model.lm_head(output.last_hidden_state[0, positions])
-        return {"logits": rows.numpy()}
+            return self.model.lm_head(output.last_hidden_state[0, positions])
+
+    def sensitivity(self, tokens: list[int]) -> dict[str, Any]:
+        """A backward pass from all positions together."""
+        import torch
+
+        rows = self._forward(tokens, list(range(len(tokens))))
+        self.model.zero_grad()
+        (rows * torch.randn_like(rows)).sum().backward()
+        moves = {}
+        for name, weight in self.model.named_parameters():
+            change = (weight.grad * weight).detach() / 12**0.5  # of a uniform factor 1/2 .. 3/2
+            parts = change.unbind() if "experts." in name else [change]
+            for index, part in enumerate(parts):
+                key = f"{name}.{index}" if "experts." in name else name
+                moves[key] = (part.norm() / rows.detach().norm()).item()
+        return {"moves": moves}
+
+    @contextmanager
+    def _routing(self, experts: np.ndarray | None) -> Iterator[list[torch.Tensor]]:
+        """Collect the routers' logits, layer by layer, and put given experts in place of theirs."""
+        import torch
+
+        seen: list[torch.Tensor] = []
+
+        def after(_: Any, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> Any:
+            seen.append(output[0])
+            if experts is None:
+                return None
+            chosen = torch.from_numpy(experts[len(seen) - 1])
+            weights = output[0].gather(1, chosen).softmax(dim=-1)
+            return output[0], weights, chosen
+
+        routers = [m for m in self.model.modules() if type(m).__name__.endswith("Router")]
+        hooks = [module.register_forward_hook(after) for module in routers]
+        try:
+            yield seen
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     @contextmanager
     def _rounding(self, rounding: Rounding | None) -> Iterator[None]:

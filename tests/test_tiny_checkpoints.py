@@ -119,7 +119,7 @@ def test_perturbed_and_silenced_change_what_they_say(tmp_path):
     folder = tiny_checkpoint("llama", 1, tmp_path / "good", **dims("llama", True))
     before = variants.read_tensors(folder)
     name = "model.layers.0.input_layernorm.weight"
-    after = variants.read_tensors(variants.perturbed(folder, tmp_path / "p", name, 4))
+    after = variants.read_tensors(variants.perturbed(folder, tmp_path / "p", [name], 4))
     assert [n for n in before if not torch.equal(before[n], after[n])] == [name]
     quiet = variants.read_tensors(variants.silenced(folder, tmp_path / "s", ["0.mlp"]))
     assert quiet["model.layers.0.mlp.down_proj.weight"].any()

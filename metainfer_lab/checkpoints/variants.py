@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -38,28 +39,50 @@ def edited(source: Path, folder: Path, edit: Callable[[Tensors], None], shards: 
     return folder
 
 
-def perturbed(source: Path, folder: Path, name: str, seed: int) -> Path:
-    """The tensor's entries multiplied by 1 ± 1/2 at random: it matters, and nothing overflows."""
+def perturbed(source: Path, folder: Path, names: Collection[str], seed: int) -> Path:
+    """The tensors' entries multiplied by 1 ± 1/2 at random: they matter, and nothing overflows.
+
+    Four-bit codes are drawn anew instead.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(seed)
 
     def edit(tensors: Tensors) -> None:
-        tensor = tensors[name]
-        factors = 1 + torch.rand(tensor.shape, generator=generator) - 0.5
-        tensors[name] = (tensor.float() * factors).to(tensor.dtype)
+        for name in sorted(names):
+            tensor = tensors[name]
+            if tensor.dtype == torch.uint8:
+                tensors[name] = torch.randint(
+                    256, tensor.shape, dtype=torch.uint8, generator=generator
+                )
+                continue
+            factors = 1 + torch.rand(tensor.shape, generator=generator) - 0.5
+            tensors[name] = (tensor.float() * factors).clamp(-448, 448).to(tensor.dtype)
 
     return edited(source, folder, edit)
 
 
+# The matrix that ends a block, quantised or not, experts together or one by one.
+BLOCK_END = re.compile(
+    r"model\.(?:language_model\.)?layers\.(\d+)\.(self_attn|linear_attn|mlp(?:\.\w*experts?)?)\."
+    r"(?:\d+\.)?(?:o_proj|out_proj|down_proj)(?:\.weight)?"
+)
+
+
+def block_of(name: str) -> str | None:
+    """The block ("0.self_attn", "2.mlp.experts", …) that a tensor ends; None for other tensors."""
+    match = BLOCK_END.fullmatch(name)
+    return match and f"{match[1]}.{match[2]}"
+
+
 def silenced(source: Path, folder: Path, heard: Collection[str]) -> Path:
-    """A copy in which only the named blocks ("0.self_attn", "2.mlp", …) add to the residual."""
+    """A copy in which only the named blocks add to the residual stream."""
 
     def edit(tensors: Tensors) -> None:
-        for name in tensors:
-            block = ".".join(name.removeprefix("model.layers.").split(".")[:2])
-            if name.endswith(("o_proj.weight", "down_proj.weight")) and block not in heard:
-                tensors[name] = tensors[name] * 0
+        for name, tensor in tensors.items():
+            block = block_of(name)
+            if block is not None and block not in heard:
+                tensors[name] = tensor.new_zeros(tensor.shape)
 
     return edited(source, folder, edit)
 
@@ -78,10 +101,10 @@ def with_extra_tensor(source: Path, folder: Path, name: str) -> Path:
 
 def with_shape(source: Path, folder: Path, name: str) -> Path:
     """A tensor has one row too many."""
-    import torch
 
     def edit(tensors: Tensors) -> None:
-        tensors[name] = torch.cat([tensors[name], tensors[name][:1]])
+        rows = tensors[name].reshape(-1, *tensors[name].shape[1:])
+        tensors[name] = rows[[*range(len(rows)), 0]]
 
     return edited(source, folder, edit)
 
@@ -91,7 +114,7 @@ def with_integers(source: Path, folder: Path, name: str) -> Path:
     import torch
 
     def edit(tensors: Tensors) -> None:
-        tensors[name] = (tensors[name] * 100).to(torch.int32)
+        tensors[name] = (tensors[name].float() * 100).to(torch.int32)
 
     return edited(source, folder, edit)
 

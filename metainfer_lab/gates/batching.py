@@ -11,6 +11,7 @@ from metainfer_lab.engine import EngineProcess, StepResult
 from metainfer_lab.gates.compare import judge_text, text_of
 from metainfer_lab.gates.trial import Trial, max_context
 from metainfer_lab.model import ModelDims
+from metainfer_lab.model.tensors import text_prefix
 
 REQUESTS = 12
 MAX_BATCH = 4
@@ -181,11 +182,12 @@ def _difference(first: list[StepResult], second: list[StepResult]) -> str:
 def _hostile(trial: Trial) -> None:
     """One row of the embedding is NaN; whoever reads it poisons itself and nobody else."""
     sound = trial.tiny(num_hidden_layers=2, tie_word_embeddings=False)
-    vocab = ModelDims.from_config(sound).vocab_size
+    dims = ModelDims.from_config(sound)
+    vocab = dims.vocab_size
     poison = int(trial.rng.integers(2, vocab))
 
     def edit(tensors: variants.Tensors) -> None:
-        tensors["model.embed_tokens.weight"][poison] = float("nan")
+        tensors[f"{text_prefix(dims)}embed_tokens.weight"][poison] = float("nan")
 
     poisoned = variants.edited(sound, trial.new_folder(), edit)
     victims = [[t for t in trial.prompt(60, vocab) if t != poison] for _ in range(4)]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from metainfer_lab.engine import StepResult
+from metainfer_lab.gates.routing import Choice, Scored, best, choice, complaint
 from metainfer_lab.gates.tolerances import (
+    FIXED,
     LEAST_ROWS,
     Allowance,
     Calibration,
@@ -17,6 +19,7 @@ from metainfer_lab.gates.tolerances import (
     fixed,
 )
 from metainfer_lab.gates.verdict import Findings
+from metainfer_lab.model import ModelDims
 from metainfer_lab.oracle import Oracle
 
 # Parameters under which a greedy token need not be the likeliest of the model's own distribution.
@@ -25,36 +28,80 @@ ADJUSTING |= {"min_tokens"}
 
 
 class Truth(NamedTuple):
-    """The oracle's logits [rows, V] in float64 and what an engine may differ from them by."""
+    """The oracle's logits [rows, V] in float64 and what an engine may differ from them by.
+
+    choice: how good the experts are that the oracle went on with, None where there are none;
+    unsure: rows where a right engine may have gone through other experts than the oracle did.
+    """
 
     logits: np.ndarray
     allowed: Allowance
+    choice: Choice | None = None
+    unsure: frozenset[int] = frozenset()
 
 
-Ask = Callable[[Sequence[int], Sequence[int]], Truth]  # of tokens and positions
+class Ask(Protocol):
+    """The oracle turned to a checkpoint; experts: those that the engine chose, if it said so."""
+
+    def __call__(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        experts: np.ndarray | None = None,
+    ) -> Truth: ...
 
 
 def fixed_truth(
-    oracle: Oracle, activations: str, depth: Depth, tokens: Sequence[int], positions: Sequence[int]
+    oracle: Oracle,
+    activations: str,
+    depth: Depth,
+    per_token: int | None,
+    tokens: Sequence[int],
+    positions: Sequence[int],
+    experts: np.ndarray | None = None,
 ) -> Truth:
-    """The oracle's answer with the table's tolerances."""
-    return Truth(oracle.logits(tokens, positions), fixed(activations, depth, len(positions)))
+    """The oracle's answer with the table's tolerances; per_token: experts that a token has."""
+    logits, router = oracle.routed(tokens, positions, experts)
+    allowed = fixed(activations, depth, len(positions))
+    if router is None:
+        return Truth(logits, allowed)
+    margin = np.full(router.shape[:2], FIXED[activations, depth].router)
+    if experts is not None:
+        return Truth(logits, allowed, choice(router, experts, margin))
+    made = choice(router, best(router, per_token), margin)
+    # One other expert, and every later token reads another past: far beyond these tolerances.
+    return Truth(logits, allowed, made, rows_of(np.maximum.accumulate(made.unsure), positions))
 
 
 def calibrated_truth(
     oracle: Oracle,
     by: Calibration,
+    per_token: int | None,
     tokens: Sequence[int],
     positions: Sequence[int],
+    experts: np.ndarray | None = None,
 ) -> Truth:
     """The oracle's answer with tolerances from its own answers under rounded activations."""
-    logits = oracle.logits(tokens, positions)
-    rounded = [oracle.logits(tokens, positions, rounding) for rounding in by.roundings]
+    logits, router = oracle.routed(tokens, positions, experts)
+    rounded = [oracle.routed(tokens, positions, experts, how) for how in by.roundings]
     errors = (
-        np.max([measure(other, logits) for other in rounded], axis=0)
+        np.max([measure(other.logits, logits) for other in rounded], axis=0)
         for measure in (relative_l2, kl_divergence, _rms_logprob)
     )
-    return Truth(logits, calibrated(by, *errors))
+    allowed = calibrated(by, *errors)
+    if router is None:
+        return Truth(logits, allowed)
+    moved = np.max([np.abs(other.router - router).max(axis=-1) for other in rounded], axis=0)
+    margin = by.router * np.maximum(moved, np.median(moved, axis=1, keepdims=True))
+    if experts is not None:
+        return Truth(logits, allowed, choice(router, experts, margin))
+    made = choice(router, best(router, per_token), margin)
+    return Truth(logits, allowed, made, rows_of(made.unsure, positions))
+
+
+def rows_of(tokens: np.ndarray, positions: Sequence[int]) -> frozenset[int]:
+    """Indices into `positions` of those whose token is marked [T]."""
+    return frozenset(row for row, position in enumerate(positions) if tokens[position])
 
 
 def relative_l2(got: np.ndarray, want: np.ndarray) -> np.ndarray:
@@ -85,6 +132,27 @@ def margins(logits: np.ndarray) -> np.ndarray:
     return top[:, 1] - top[:, 0]
 
 
+def compare_scored(
+    findings: Findings,
+    case: str,
+    got: Scored,
+    ask: Ask,
+    tokens: Sequence[int],
+    dims: ModelDims,
+    positions: Sequence[int] | None = None,
+    layer: Callable[[], str | None] = lambda: None,
+) -> Truth | None:
+    """`compare_logits` with the oracle on the experts that the engine chose; None if wrong."""
+    positions = range(len(tokens)) if positions is None else positions
+    if got.experts is not None and (wrong := complaint(got.experts, dims, len(tokens))):
+        findings.case()
+        findings.fail(case, wrong)
+        return None
+    truth = ask(tokens, positions, got.experts)
+    right = compare_logits(findings, case, got.logits, truth, positions, layer)
+    return truth if right else None
+
+
 def compare_logits(
     findings: Findings,
     case: str,
@@ -93,12 +161,12 @@ def compare_logits(
     positions: Sequence[int],
     layer: Callable[[], str | None] = lambda: None,
 ) -> bool:
-    """Shape, dtype and finiteness first, then relative L2, KL and the likeliest token.
+    """Shape, dtype and finiteness first, then relative L2, KL, the likeliest token, the experts.
 
     layer: called once on failure, to find the first part that departs.
     """
     findings.case()
-    want, allowed = truth
+    want, allowed = truth.logits, truth.allowed
     if got.shape != want.shape or got.dtype != np.float32:
         shape = f"{got.dtype} {list(got.shape)}, not float32 {list(want.shape)}"
         findings.fail(case, f"score returned {shape}")
@@ -122,7 +190,25 @@ def compare_logits(
         layer=layer() if beyond.size else None,
         detail=detail,
     )
-    return within and _finer(findings, case, got, truth, positions, layer)
+    return (
+        within
+        and _finer(findings, case, got, truth, positions, layer)
+        and (truth.choice is None or _experts(findings, case, truth.choice))
+    )
+
+
+def _experts(findings: Findings, case: str, made: Choice) -> bool:
+    layer, token = made.worst
+    behind, allowed = float(made.behind[layer, token]), float(made.allowed[layer, token])
+    return findings.measure(
+        case,
+        max(behind, 0.0),
+        allowed,
+        position=int(token),
+        layer=f"layer {layer} router" if behind > allowed else None,
+        detail=f"layer {layer}, token {token}: expert {made.least[layer, token]} was chosen, "
+        f"another's router logit is {behind:.3g} higher",
+    )
 
 
 def _finer(
@@ -133,7 +219,7 @@ def _finer(
     positions: Sequence[int],
     layer: Callable[[], str | None],
 ) -> bool:
-    want, allowed = truth
+    want, allowed = truth.logits, truth.allowed
     errors = relative_l2(got, want)
     quantiles = [(0.95, allowed.p95)] + ([(0.5, allowed.median)] if allowed.median else [])
     for quantile, limit in quantiles if len(positions) >= LEAST_ROWS else []:
@@ -176,19 +262,22 @@ def judge_text(
 
     Log-probabilities and the listed top tokens must agree; a greedy token must be the oracle's
     likeliest wherever the oracle's margin is wider than twice the tolerance. The first wrong token
-    ends the comparison: what follows it is another text.
+    ends the comparison: what follows it is another text. Nothing is asked where a near tie between
+    experts may have sent a right engine another way.
     """
     findings.case()
     if not results:
         findings.fail(case, "no token came")
         return
     before = [*prompt, *(result.token for result in results[:-1])]
-    logits, allowed = ask(before, range(len(prompt) - 1, len(before)))
-    logprobs = log_softmax(logits)
+    truth = ask(before, range(len(prompt) - 1, len(before)))
+    logits, allowed, logprobs = truth.logits, truth.allowed, log_softmax(truth.logits)
     for i, result in enumerate(results):
         if not 0 <= result.token < logits.shape[1]:
             findings.fail(case, f"token {result.token} is outside the vocabulary", position=i)
             return
+        if i in truth.unsure:
+            continue
         what = f"logprob of output token {i}, after a prompt of {len(prompt)}"
         error, limit = abs(result.logprob - logprobs[i, result.token]), allowed.logprob[i]
         if not findings.measure(case, float(error), float(limit), position=i, detail=what):

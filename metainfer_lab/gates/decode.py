@@ -33,8 +33,9 @@ class Asked:
 
 def decode(trial: Trial) -> None:
     """Prompts of many lengths, greedy and random, then ways to end; the real weights last."""
-    for fixed in ({"num_hidden_layers": 2}, {"num_hidden_layers": 3, "tie_word_embeddings": False}):
-        checkpoint = trial.tiny(**fixed)
+    for layers in (2, 3):
+        # A tied head likes to repeat its token, and then stop tokens have little to tell.
+        checkpoint = trial.tiny(num_hidden_layers=layers, tie_word_embeddings=False)
         asked = _requests(trial, checkpoint)
         with trial.candidate(checkpoint, max_context=max_context(checkpoint)) as engine:
             for request in asked:

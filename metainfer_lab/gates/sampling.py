@@ -160,11 +160,13 @@ def _judge_penalties(
     for params, tokens in answers:
         trial.findings.case()
         before = [*prompt, *tokens[:-1]]
-        logits, allowed = ask(before, range(len(prompt) - 1, len(before)))
+        truth = ask(before, range(len(prompt) - 1, len(before)))
         for i, token in enumerate(tokens):
-            wanted = adjusted(logits[i], params, prompt, tokens[:i])
+            wanted = adjusted(truth.logits[i], params, prompt, tokens[:i])
             behind = wanted.max() - wanted[token]
-            if behind > 4 * allowed.logprob[i]:  # a penalty may stretch an error a little
+            if (
+                i not in truth.unsure and behind > 4 * truth.allowed.logprob[i]
+            ):  # a penalty may stretch an error a little
                 best = int(wanted.argmax())
                 detail = f"greedy took {token}; with the penalties {best} leads by {behind:.3g}"
                 trial.findings.fail(describe(params)[:80], detail, position=i)

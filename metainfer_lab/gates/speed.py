@@ -118,8 +118,10 @@ def _check_tokens(trial: Trial, checkpoint: Path, sample: Sample, case: str) -> 
         count = max(1, round(CHECKED_SHARE * len(tokens)))
         chosen = sorted(trial.rng.choice(len(tokens), count, replace=False).tolist())
         positions = [len(prompt) + index - 1 for index in chosen]
-        rows, error = ask([*prompt, *tokens], positions)
-        for index, position, row, limit in zip(chosen, positions, rows, error.logprob, strict=True):
+        truth = ask([*prompt, *tokens], positions)
+        errors = truth.allowed.logprob
+        asked = zip(chosen, positions, truth.logits, errors, strict=True)
+        for index, position, row, limit in asked:
             trial.findings.case()
             behind = float(row.max() - row[tokens[index]])
             detail = f"token {tokens[index]} is {behind:.3g} behind token {int(row.argmax())}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import numpy as np
 
 from metainfer_lab import checkpoints
 from metainfer_lab.checkpoints.tiny import draw_dims, tiny_checkpoint
+from metainfer_lab.checkpoints.tiny_qwen36 import tiny_qwen36
 from metainfer_lab.engine import EngineError, EngineManifest, EngineProcess, Nursery, is_recorded
 from metainfer_lab.errors import InputError
 from metainfer_lab.gates.compare import Ask, calibrated_truth, fixed_truth
@@ -44,6 +46,7 @@ class Trial:
     _open: ExitStack = field(default_factory=ExitStack)
     _oracle: Oracle | None = None
     _made: int = 0
+    _dequantised: dict[Path, Path] = field(default_factory=dict)
 
     @cached_property
     def manifest(self) -> EngineManifest:
@@ -67,13 +70,32 @@ class Trial:
         """Whether equal requests in other company may be asked for equal tokens."""
         return self.activations == "fp32"
 
-    def tiny(self, *, shards: int = 1, **fixed: Any) -> Path:
-        """A fresh tiny checkpoint of the spec's family, dims drawn within the engine's granules."""
+    @property
+    def heads(self) -> tuple[bool, ...]:
+        """Whether the head is tied to the embedding: the ways that an engine must read."""
+        return (False,) if self.dims.moe else (True, False)
+
+    def tiny(self, *, num_hidden_layers: int = 3, shards: int = 1, **fixed: Any) -> Path:
+        """A fresh tiny checkpoint of the spec's family, dims drawn within the engine's granules.
+
+        fixed: fields of config.json. Of the hybrid's layers the last one is attention, and with
+        two layers or more both kinds are there.
+        """
+        seed, folder = int(self.rng.integers(2**62)), self.new_folder()
+        if self.dims.family == "qwen3_5_moe":
+            linear = ["linear_attention"] * (num_hidden_layers - 1)
+            kinds = {"layer_types": [*linear, "full_attention"]}
+            return self._tiny_hybrid(seed, folder, shards=shards, **kinds | fixed)
+        fixed["num_hidden_layers"] = num_hidden_layers
         dims = draw_dims(self.rng, self.dims, self.manifest.granules, **fixed)
-        seed = int(self.rng.integers(2**62))
         dtype = "bfloat16" if self.activations == "bf16" else "float32"
-        folder = self.new_folder()
         return tiny_checkpoint(self.dims.family, seed, folder, shards=shards, dtype=dtype, **dims)
+
+    def _tiny_hybrid(self, seed: int, folder: Path, **fixed: Any) -> Path:
+        made = {"granules": self.manifest.granules, "wrapped": self.dims.wrapped}
+        if self.spec.precision.weights == "nvfp4-mix":
+            made |= {"quantised": True, "oracle": self._oracles()}
+        return tiny_qwen36(seed, folder, **made, **fixed)
 
     def real(self) -> Path | None:
         """The spec's own checkpoint, where its weights can be had without a model hub."""
@@ -125,19 +147,24 @@ class Trial:
 
     def oracle(self, checkpoint: Path, dtype: Dtype = "float64") -> Oracle:
         """The oracle, turned to a checkpoint, or to its exactly dequantised form."""
+        oracle = self._oracles()
+        oracle.use(self._as_computed(checkpoint), dtype)
+        return oracle
+
+    def _oracles(self) -> Oracle:
         assert not self._living, "the oracle speaks after the candidate has ended"
         if self._oracle is None:
             self._oracle = Oracle().__enter__()
-        self._oracle.use(self._as_computed(checkpoint), dtype)
         return self._oracle
 
     def ask(self, checkpoint: Path, depth: Depth = "tiny") -> Ask:
         """The oracle turned to a checkpoint, as a function of tokens and positions."""
+        per_token = self.dims.moe and ModelDims.from_config(checkpoint).moe.num_experts_per_tok
         if self.activations in CALIBRATED:
             # beside the cost of 8 bits, float32 is exact; at full size float64 takes minutes
             oracle = self.oracle(checkpoint, "float64" if depth == "tiny" else "float32")
-            return partial(calibrated_truth, oracle, CALIBRATED[self.activations])
-        return partial(fixed_truth, self.oracle(checkpoint), self.activations, depth)
+            return partial(calibrated_truth, oracle, CALIBRATED[self.activations], per_token)
+        return partial(fixed_truth, self.oracle(checkpoint), self.activations, depth, per_token)
 
     def end(self) -> None:
         """End the oracle's process and the nursery."""
@@ -151,14 +178,16 @@ class Trial:
         return checkpoint is None or checkpoint.is_relative_to(self.work)
 
     def _as_computed(self, checkpoint: Path) -> Path:
-        if self.spec.precision.weights != "int8":
+        """The checkpoint itself, or the plain one of exactly the values that it stands for."""
+        if "quantization_config" in json.loads((checkpoint / "config.json").read_text()):
+            from metainfer_lab.checkpoints.modelopt import dequantised_checkpoint
+        elif self.spec.precision.weights == "int8":
+            from metainfer_lab.checkpoints.int8 import dequantised_checkpoint
+        else:
             return checkpoint
-        from metainfer_lab.checkpoints.int8 import dequantised_checkpoint
-
-        known: dict[Path, Path] = self.__dict__.setdefault("_dequantised", {})
-        if checkpoint not in known:
-            known[checkpoint] = dequantised_checkpoint(checkpoint, self.new_folder())
-        return known[checkpoint]
+        if checkpoint not in self._dequantised:
+            self._dequantised[checkpoint] = dequantised_checkpoint(checkpoint, self.new_folder())
+        return self._dequantised[checkpoint]
 
 
 def max_context(checkpoint: Path, limit: int = 256) -> int:
