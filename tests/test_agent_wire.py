@@ -47,7 +47,8 @@ SUBMIT = says(use("submit_phase", 2))
 
 
 def generate(server, **options):
-    options = {"budget_usd": 5.0, "on_event": lambda event: None, "judge": fake_judge()} | options
+    quiet = {"on_event": lambda event: None, "judge": fake_judge(), "reviewer": "none"}
+    options = {"budget_usd": 5.0} | quiet | options
     return generation.generate(SPEC, "anthropic", base_url=server.url, **options)
 
 

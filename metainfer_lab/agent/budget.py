@@ -39,6 +39,7 @@ class Budget(BaseModel):
 
     turns: int = Field(default=300, ge=1)
     attempts: int = Field(default=8, ge=1, description="submissions per phase")
+    rejections: int = Field(default=3, ge=1, description="reviews that may send a phase back")
     wall_s: float | None = Field(default=None, gt=0)
     tokens: int | None = Field(default=None, gt=0)
     usd: float | None = Field(default=None, gt=0)

@@ -1,4 +1,4 @@
-"""Where the author of a `file` run works: requests, spec, skills, a look at the engine.
+"""Where the author or the reviewer of a `file` run works: requests, spec, skills, the engine.
 
 It holds nothing of the gates, the oracle or other engines.
 """
@@ -12,9 +12,10 @@ from pathlib import Path
 
 from metainfer_lab.agent.tools import INPUTS, Bash
 from metainfer_lab.paths import tree_files, write_atomic
-from metainfer_lab.skills import Skill, as_markdown, reachable
+from metainfer_lab.skills import Role, Skill, as_markdown, reachable
 from metainfer_lab.spec import Spec
 
+WRITES = " | create | str_replace | insert"  # commands of the editor that a reviewer has not
 REPLY_SCRIPT = Path(__file__).with_name("reply_script.py")
 AUTHOR = """\
 # How to write this engine
@@ -59,29 +60,59 @@ says so.
 ## Tools
 
 """
+REVIEWER = """\
+# How to review this engine
+
+You are the reviewer. Somebody else writes the engine; you have never read a word of theirs but the
+code, and look at nothing beyond this folder. The program that runs the gates writes
+`request-NNNN.md` here whenever a phase has passed its gates, and waits for your answer.
+
+    spec.yaml        what the engine must do
+    skills/          every skill of this spec, those on failures included
+    engine/          the engine as it stands, a copy made with each request
+    reply.py         turns your findings into a reply
+
+Read the request and every file in `engine/`. Write your findings into a file, a JSON list of
+
+    {"file": "model.py", "line": 41, "skill": "dense-decoder", "expected": "...", "actual": "..."}
+
+and run `python3 reply.py --review FILE`; a file that holds `[]` approves. `python3 reply.py --wait`
+returns when there is another request. A reply that cannot be taken is answered by
+`reply-NNNN.error.txt`. The program ends with the run; `state.txt` then says how.
+
+## Tools
+
+"""
 
 
 @dataclass
 class Desk:
-    """The author's folder of one run; `refresh` brings it up to date before each request."""
+    """A role's folder of one run; `refresh` brings it up to date before each request."""
 
     folder: Path
     spec: Spec
     run_id: str
     engine: Path
     checkpoint: Callable[[], Path]
+    role: Role = "implementer"
 
     def refresh(self) -> None:
-        """Write what the author reads, and mirror the engine's files."""
-        write_atomic(self.folder / "author.md", AUTHOR + _tools())
+        """Write what the role reads, and mirror the engine's files."""
+        text = AUTHOR if self.role == "implementer" else REVIEWER
+        write_atomic(self.folder / "author.md", text + _tools(self.role))
         write_atomic(self.folder / "spec.yaml", self.spec.to_yaml())
         write_atomic(self.folder / "run.txt", f"{self.run_id}\n")
         write_atomic(self.folder / "reply.py", REPLY_SCRIPT.read_text())
-        write_skills(self.folder / "skills", reachable(self.spec))
+        reviews = self.role == "reviewer"
+        write_skills(self.folder / "skills", reachable(self.spec), failures=reviews)
+        if not reviews:
+            self._lay_out_draft()
+        mirror(self.engine, self.folder / "engine")
+
+    def _lay_out_draft(self) -> None:
         link = self.folder / "checkpoint"
         if not link.is_symlink():
             link.symlink_to(self.checkpoint())
-        mirror(self.engine, self.folder / "engine")
         if not (self.folder / "draft").exists():
             mirror(self.engine, self.folder / "draft")
 
@@ -110,13 +141,14 @@ def mirror(source: Path, target: Path) -> None:
         shutil.copyfile(source / name, target / name)
 
 
-def _tools() -> str:
+def _tools(role: Role) -> str:
     editor = (
         "- `str_replace_based_edit_tool` {command: view | create | str_replace | insert, path, ...}"
     )
     shell = "- `bash` {command}: " + (Bash.__doc__ or "")
+    shared = [editor, shell] if role == "implementer" else [editor.replace(WRITES, "")]
     own = [
         f"- `{name}` {{{', '.join(model.model_fields)}}}: {' '.join((model.__doc__ or '').split())}"
-        for name, model in INPUTS.items()
+        for name, model in INPUTS[role].items()
     ]
-    return "\n".join([editor, shell, *own]) + "\n"
+    return "\n".join([*shared, *own]) + "\n"

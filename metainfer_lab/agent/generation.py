@@ -8,7 +8,7 @@ import platform
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from metainfer_lab.agent import run as runs
 from metainfer_lab.agent.budget import Budget, BudgetSpent
@@ -21,12 +21,16 @@ from metainfer_lab.agent.tools import Judge, Tools, measured, real_judge
 from metainfer_lab.agent.transcript import FILE, Transcript
 from metainfer_lab.errors import InputError
 from metainfer_lab.paths import write_atomic
-from metainfer_lab.skills import load_skills
+from metainfer_lab.skills import Role, load_skills
 from metainfer_lab.spec import Spec
+
+if TYPE_CHECKING:
+    import anthropic
 
 Provider = Literal["replay", "file", "anthropic"]
 MODEL, EFFORT = "claude-opus-5-5", "high"
 NOT_STATED = "not-stated"
+NO_REVIEWER = "none"
 
 
 def say_plainly(text: str) -> None:
@@ -42,12 +46,13 @@ def generate(
     phases: list[str] | None = None,
     run_id: str | None = None,
     fresh: bool = False,
-    reviewer: str = "none",
+    reviewer: str | Path | None = None,
     model: str = MODEL,
     effort: str | None = EFFORT,
     budget_usd: float | None = None,
     turns: int = 300,
     attempts: int = 8,
+    rejections: int = 3,
     wall_s: float | None = None,
     tokens: int | None = None,
     on_event: Callable[[str], None] = say_plainly,
@@ -59,20 +64,38 @@ def generate(
     provider: `replay` carries out the spec's recorded run again (gates for real in `phases`, in all
     when None); `file` waits in `folder` for an author's replies; `anthropic` calls the API (needs
     ANTHROPIC_API_KEY and budget_usd). An unfinished run of this spec and provider is gone on with,
-    unless `fresh`. connection: base_url, timeout and the like, passed to the SDK's client.
+    unless `fresh`. reviewer: for `file` the folder where another author reviews (default: none);
+    for `anthropic` "api", a fresh context of the same model (the default), or "none". connection:
+    base_url, timeout and the like, passed to the SDK's client.
     """
     spec = spec if isinstance(spec, Spec) else Spec.load(spec)
     if provider == "replay":
         run = Run.open(run_id or spec.id)
         run.replay(phases=phases, on_event=on_event)
         return run
-    budget = Budget(turns=turns, attempts=attempts, wall_s=wall_s, tokens=tokens, usd=budget_usd)
-    about = {"model": model, "effort": effort, "reviewer": reviewer}
+    limits = {"attempts": attempts, "rejections": rejections, "wall_s": wall_s, "tokens": tokens}
+    budget = Budget(turns=turns, usd=budget_usd, **limits)
+    who = reviewed_by(provider, reviewer)
+    about = {"model": model, "effort": effort, "reviewer": who}
     home = _home(spec, provider, run_id, fresh, budget_usd, **about)
+    if (then := Run(home).info.reviewer) != who:
+        raise InputError(f"reviewer: run {home.name} has the reviewer {then!r}; keep it")
     with runs.locked(home):
         loop = _loop(spec, home, budget, judge or real_judge(spec), on_event)
-        loop.client = _client(provider, loop, folder, connection)
+        _connect(provider, loop, folder, None if who == NO_REVIEWER else reviewer, connection)
         return finish(loop, home)
+
+
+def reviewed_by(provider: Provider, reviewer: str | Path | None) -> str:
+    """What a run's record says of its reviewer."""
+    given = str(reviewer) if reviewer is not None else {"anthropic": "api"}.get(provider, "none")
+    if given == "none":
+        return NO_REVIEWER
+    if provider == "anthropic":
+        if given != "api":
+            raise InputError(f"reviewer: {given!r}; with provider anthropic it is api or none")
+        return "the same model through the API, in a context of its own"
+    return "coding agent through a folder of its own, model not stated"
 
 
 def _home(
@@ -99,7 +122,7 @@ def new_run(
     *,
     model: str = NOT_STATED,
     effort: str | None = None,
-    reviewer: str = "none",
+    reviewer: str = NO_REVIEWER,
 ) -> Path:
     """The folder of a new run, with its run.json and spec.yaml."""
     home = runs.LOCAL_RUNS / name
@@ -172,21 +195,41 @@ def checkpoint_of(spec: Spec) -> Path:
     return fetch(spec)
 
 
-def _client(
-    provider: str, loop: Loop, folder: str | Path | None, connection: dict[str, Any]
-) -> Any:
-    if provider == "file":
-        from metainfer_lab.agent.desk import Desk
+def _connect(
+    provider: Provider,
+    loop: Loop,
+    folder: str | Path | None,
+    reviewer: str | Path | None,
+    connection: dict[str, Any],
+) -> None:
+    """Give the loop its clients: where the author answers, and where the reviewer does, if any."""
+    if provider == "anthropic":
+        from anthropic import Anthropic
 
-        if folder is None:
-            raise InputError("folder: provider file needs the folder where the author answers")
-        desk = Desk(Path(folder), loop.spec, loop.run_id, loop.tools.engine, loop.tools.checkpoint)
-        loop.closing = desk.close
-        transport = FileTransport(desk.folder, lambda: len(loop.transcript.replies()), desk.refresh)
-        return client(transport)
-    from anthropic import Anthropic
+        loop.client = Anthropic(**connection)
+        has_reviewer = Run(loop.transcript.path.parent).info.reviewer != NO_REVIEWER
+        loop.reviewer = loop.client if has_reviewer else None
+        return
+    if folder is None:
+        raise InputError("folder: provider file needs the folder where the author answers")
+    loop.client = _desk(loop, folder, "implementer")
+    if reviewer is not None:
+        if Path(reviewer).resolve() == Path(folder).resolve():
+            raise InputError("reviewer: is the author's folder; give it a folder of its own")
+        loop.reviewer = _desk(loop, reviewer, "reviewer")
 
-    return Anthropic(**connection)
+
+def _desk(loop: Loop, folder: str | Path, role: Role) -> anthropic.Anthropic:
+    """A client whose replies come from a folder, which is told how the run ends."""
+    from metainfer_lab.agent.desk import Desk
+
+    def replies() -> int:
+        return len(loop.transcript.replies(role))
+
+    where, tools = Path(folder).resolve(), loop.tools
+    desk = Desk(where, loop.spec, loop.run_id, tools.engine, tools.checkpoint, role)
+    loop.closing.append(desk.close)
+    return client(FileTransport(desk.folder, replies, desk.refresh))
 
 
 def finish(loop: Loop, home: Path) -> Run:
@@ -204,7 +247,8 @@ def finish(loop: Loop, home: Path) -> Run:
     run.info.tree = last.tree if last else None
     runs.save(home, run.info)
     loop.say(str(run))
-    loop.closing(str(run))
+    for close in loop.closing:
+        close(str(run))
     return run
 
 

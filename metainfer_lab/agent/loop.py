@@ -15,15 +15,23 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from metainfer_lab.agent import prompts
+from metainfer_lab.agent import prompts, review
 from metainfer_lab.agent.budget import Budget, counted
 from metainfer_lab.agent.editor import ToolError
 from metainfer_lab.agent.phases import Phase
 from metainfer_lab.agent.scrub import scrub_all
-from metainfer_lab.agent.tools import EDITOR, REMOVE, SUBMIT, Result, Tools, apply_edit, definitions
+from metainfer_lab.agent.tools import (
+    EDITOR,
+    ENDINGS,
+    REMOVE,
+    Result,
+    Tools,
+    apply_edit,
+    definitions,
+)
 from metainfer_lab.agent.transcript import Block, Judgement, Line, Transcript
 from metainfer_lab.paths import tree_hash
-from metainfer_lab.skills import Skill, reachable, route
+from metainfer_lab.skills import Role, Skill, reachable, route
 from metainfer_lab.spec import Spec
 
 if TYPE_CHECKING:
@@ -41,7 +49,10 @@ class Stopped(Exception):
 
 @dataclass
 class Loop:
-    """One run of one spec: phases in order, one author, gates as the only judge."""
+    """One run of one spec: phases in order, an author, gates, and after them a reviewer if any.
+
+    client: where the author's replies come from; reviewer: where the reviewer's do, None for none.
+    """
 
     spec: Spec
     run_id: str
@@ -53,9 +64,10 @@ class Loop:
     effort: str | None
     budget: Budget
     say: Callable[[str], None]
+    reviewer: anthropic.Anthropic | None = None
     paid: bool = False
     after: Callable[[Line], None] = lambda line: None
-    closing: Callable[[str], None] = lambda text: None
+    closing: list[Callable[[str], None]] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
 
     def run(self) -> None:
@@ -71,8 +83,12 @@ class Loop:
             self.open(self.phases[0], conversation=0, earlier="")
         elif last.author == "assistant" and last.stop_reason != "pause_turn":
             self._answer(last)
-        elif last.submission and last.submission.passed:
+        elif last.findings:
+            self._send_back(last)
+        elif last.findings is not None:
             return self._next_phase(last)
+        elif last.submission and last.submission.passed:
+            return self._judged_right(last)
         else:
             self._ask(last)
         return True
@@ -80,6 +96,43 @@ class Loop:
     def phase(self, name: str) -> Phase:
         """A phase by its name."""
         return next(phase for phase in self.phases if phase.name == name)
+
+    def _judged_right(self, last: Line) -> bool:
+        if self.reviewer is None:
+            return self._next_phase(last)
+        self._open_review(last)
+        return True
+
+    def _open_review(self, last: Line) -> None:
+        """Begin a fresh context that holds code and skills alone."""
+        phase = self.phase(last.phase)
+        shown = route(self.spec, phase.name, "reviewer", skills=self.tools.skills)
+        text = review.opening(self.spec, phase, shown, self.tools.engine)
+        self.say(f"review of phase {phase.name}")
+        self.append(
+            conversation=last.conversation + 1,
+            phase=phase.name,
+            attempt=last.attempt,
+            role="reviewer",
+            message={"role": "user", "content": text},
+        )
+
+    def _send_back(self, last: Line) -> None:
+        """The findings go to the implementer's conversation; after too many, to a person."""
+        rejections, findings = self.transcript.rejections(last.phase), last.findings or []
+        if len(rejections) >= self.budget.rejections:
+            raise Stopped(review.report(last.phase, rejections))
+        told = max(line.n for line in self.transcript.lines if line.role == "implementer")
+        visible = route(self.spec, last.phase, "reviewer", skills=self.tools.skills)
+        many = len(rejections) >= review.REJECTIONS_BEFORE_HINTS
+        hints = review.matching(findings, visible) if many else []
+        self.say(f"phase {last.phase} sent back: {len(findings)} findings")
+        self.append(
+            conversation=self.transcript.lines[told].conversation,
+            phase=last.phase,
+            attempt=last.attempt + 1,
+            message={"role": "user", "content": review.returned(findings, hints)},
+        )
 
     def _next_phase(self, last: Line) -> bool:
         following = self.phases[self.phases.index(self.phase(last.phase)) + 1 :]
@@ -116,11 +169,11 @@ class Loop:
 
     def _ask(self, last: Line) -> None:
         """Send the conversation and store the reply, before anything is done with it."""
-        request = self._request(last.conversation)
+        request = self._request(last)
         known = self._count(request) if self.paid else 0
         self.budget.check(self.transcript.lines, self.started, known, MAX_TOKENS, self.model)
         begun = time.monotonic()
-        reply = self._stream(request)
+        reply = self._stream(request, last.role)
         content = scrub_all([block.to_dict() for block in reply.content], self.tools.names)
         content = content or [
             {"type": "text", "text": "(an empty reply)"}
@@ -130,19 +183,21 @@ class Loop:
             conversation=last.conversation,
             phase=last.phase,
             attempt=last.attempt,
+            role=last.role,
             message={"role": "assistant", "content": content},
             stop_reason=reply.stop_reason,
             model=reply.model if self.paid else None,
             usage=counted(reply.usage) if self.paid else None,
         )
 
-    def _request(self, conversation: int) -> dict[str, Any]:
+    def _request(self, last: Line) -> dict[str, Any]:
         """What is sent: the stable prefix first (tools, rules, task), marked for the cache."""
-        messages = self.transcript.messages(conversation)
+        messages = self.transcript.messages(last.conversation)
+        rules = prompts.SYSTEM if last.role == "implementer" else review.SYSTEM
         request: dict[str, Any] = {
             "model": self.model,
-            "system": [{"type": "text", "text": prompts.SYSTEM, **CACHED}],
-            "tools": definitions(),
+            "system": [{"type": "text", "text": rules, **CACHED}],
+            "tools": definitions(last.role),
             "messages": [*messages[:-1], _cached(messages[-1])],
         }
         if self.effort:
@@ -152,14 +207,18 @@ class Loop:
     def _count(self, request: dict[str, Any]) -> int:
         return self.client.messages.count_tokens(**request).input_tokens
 
-    def _stream(self, request: dict[str, Any]) -> Any:
+    def _stream(self, request: dict[str, Any], role: Role) -> Any:
         """One streamed reply; one that breaks off is asked again (the SDK retries only starts)."""
         import anthropic
         import httpx2
 
+        client = self.client if role == "implementer" else self.reviewer
+        if client is None:
+            raise Stopped("a review has begun and no reviewer is there; say where it answers")
+
         for retry in range(STREAM_RETRIES + 1):
             try:
-                with self.client.messages.stream(max_tokens=MAX_TOKENS, **request) as stream:
+                with client.messages.stream(max_tokens=MAX_TOKENS, **request) as stream:
                     return stream.get_final_message()
             except (anthropic.APIConnectionError, httpx2.TransportError) as error:
                 if retry == STREAM_RETRIES:
@@ -172,13 +231,17 @@ class Loop:
         """Carry out a reply's calls, in order, and store their results as one message."""
         match reply.stop_reason:
             case "refusal":
-                raise Stopped(f"the author refused in phase {reply.phase}")
+                raise Stopped(f"the {reply.role} refused in phase {reply.phase}")
+            case "model_context_window_exceeded" if reply.role == "reviewer":
+                self._open_review(reply)
+                return
             case "model_context_window_exceeded":
                 earlier = "The conversation outgrew the context; this one starts afresh."
                 self.open(self.phase(reply.phase), reply.conversation + 1, earlier)
                 return
         begun, results = time.monotonic(), self._carry_out(reply)
         judged = [result.judgement for _, result in results if result.judgement]
+        findings = [result.findings for _, result in results if result.findings is not None]
         submitted = next((j for j in judged if j.submission), None)
         refused = submitted if submitted and not submitted.passed else None
         blocks = [_tool_result(block, result) for block, result in results]
@@ -187,19 +250,21 @@ class Loop:
             conversation=reply.conversation,
             phase=reply.phase,
             attempt=reply.attempt + bool(refused),
+            role=reply.role,
             message={"role": "user", "content": [*blocks, *self._remarks(reply, results, refused)]},
             judgements=judged,
+            findings=findings[-1] if findings else None,
         )
         if refused and reply.attempt >= self.budget.attempts:
             raise Stopped(f"phase {reply.phase} was refused {reply.attempt} times")
 
     def _carry_out(self, reply: Line) -> list[tuple[Block, Result]]:
-        allowed = executed(reply)
+        allowed, phase = executed(reply), self.phase(reply.phase)
         results = []
         for block in reply.calls:
             if block in allowed:
                 self.say(f"  {_summary(block)}")
-                results.append((block, self.tools.call(block, self.phase(reply.phase))))
+                results.append((block, self.tools.call(block, phase, reply.role)))
             else:
                 why = prompts.CUT_OFF if reply.stop_reason == "max_tokens" else prompts.NOT_LAST
                 results.append((block, Result(why, is_error=True)))
@@ -210,7 +275,8 @@ class Loop:
     ) -> list[Block]:
         """What the loop says beside the results: nothing was called, or skills on failures."""
         if not results:
-            text = prompts.CUT_OFF if reply.stop_reason == "max_tokens" else prompts.NO_CALL
+            missing = prompts.NO_CALL if reply.role == "implementer" else review.NO_CALL
+            text = prompts.CUT_OFF if reply.stop_reason == "max_tokens" else missing
             return [{"type": "text", "text": text}]
         if not refused or reply.attempt < FAILURES_BEFORE_HINTS:
             return []
@@ -223,8 +289,8 @@ def executed(reply: Line) -> list[Block]:
     """The calls of a reply that are carried out: none of one cut off, none after a submission."""
     if reply.stop_reason == "max_tokens":
         return []
-    names = [block["name"] for block in reply.calls]
-    return reply.calls[: names.index(SUBMIT) + 1] if SUBMIT in names else reply.calls
+    ends = (i + 1 for i, block in enumerate(reply.calls) if block["name"] in ENDINGS)
+    return reply.calls[: next(ends, None)]
 
 
 def rebuild(lines: Iterable[Line], engine: Path) -> None:
@@ -234,7 +300,7 @@ def rebuild(lines: Iterable[Line], engine: Path) -> None:
     engine.mkdir(parents=True)
     unanswered = lines[-1:] if lines and lines[-1].author == "assistant" else []
     for line in lines[: len(lines) - len(unanswered)]:
-        if line.author == "assistant":
+        if line.author == "assistant" and line.role == "implementer":
             for block in executed(line):
                 replay_edit(engine, block)
 

@@ -50,23 +50,28 @@ def opening(
     earlier: str,
 ) -> str:
     """The first message of a phase: task, spec, files, skills in full, others by name."""
-    listing = "\n".join(
-        f"- {p.relative_to(engine).as_posix()} ({len(p.read_text().splitlines())} lines)"
-        for p in tree_files(engine)
-    )
     parts = [
         f"# Phase `{phase.name}`: {phase.goal}",
         f"It ends when these gates pass: {', '.join(phase.all_gates)}"
         + (f" (new here: {', '.join(phase.gates)})." if phase.regression_gates else "."),
         earlier,
         f"## Spec (run id `{run_id}`)\n```yaml\n{spec}\n```",
-        f"## Engine folder\n{listing or '(empty: a blank sheet)'}",
+        f"## Engine folder\n{listed(engine)}",
         "## Skills of this phase\n" + "\n\n".join(f"### {s.name}\n{s.body}" for s in skills),
     ]
     if others:
         names = "\n".join(f"- {s.name}: {s.description}" for s in others)
         parts.append(f"## Skills of other phases (read_skill shows them)\n{names}")
     return "\n\n".join(part for part in parts if part)
+
+
+def listed(engine: Path) -> str:
+    """An engine's files with their lines, one a line."""
+    files = [
+        f"- {p.relative_to(engine).as_posix()} ({len(p.read_text().splitlines())} lines)"
+        for p in tree_files(engine)
+    ]
+    return "\n".join(files) or "(empty: a blank sheet)"
 
 
 NO_CALL = (
@@ -77,7 +82,7 @@ CUT_OFF = (
     "The reply was cut off at its token limit; this call was not carried out. Send it again in "
     "smaller parts."
 )
-NOT_LAST = "submit_phase ends a reply: calls after it were not carried out."
+NOT_LAST = "A submission ends a reply: calls after it were not carried out."
 
 
 def clip(text: str, limit: int = MAX_RESULT) -> str:
@@ -94,7 +99,8 @@ def readable_request(body: dict[str, Any], number: int) -> str:
     parts = [f"# Request {number:04d} (answer in reply-{number:04d}.json; author.md says how)"]
     if len(messages) == 1:
         parts.append("\n".join(block["text"] for block in body["system"]))
-    parts.append(_readable_message(messages[-1]))
+    said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    parts += map(_readable_message, messages[said[-1] + 1 if said else 0 :])
     return "\n\n".join(parts) + "\n"
 
 

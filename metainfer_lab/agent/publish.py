@@ -5,16 +5,26 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from metainfer_lab.agent import run as runs
 from metainfer_lab.agent.loop import rebuild
 from metainfer_lab.agent.run import Run
+from metainfer_lab.bench.publish import publish
 from metainfer_lab.errors import InputError
 from metainfer_lab.paths import tree_hash, write_atomic
 
+if TYPE_CHECKING:
+    import pandas as pd
 
-def record(name: str, *, engine: bool = False) -> Run:
-    """Publish a finished local run; with `engine`, its last tree as the spec's engine."""
+
+def record(name: str, *, engine: bool = False) -> Run | pd.DataFrame:
+    """Publish a finished local run; with `engine`, its last tree as the spec's engine.
+
+    The name of a CSV that `bench` saved publishes those rows, their raw samples and their verdict.
+    """
+    if name.endswith(".csv"):
+        return publish(Path(name))
     source = runs.LOCAL_RUNS / name
     if not (source / "run.json").is_file():
         raise InputError(f"run {name}: not among the local runs; there are {_local_names()}")

@@ -19,10 +19,10 @@ from metainfer_lab.agent.budget import Budget
 from metainfer_lab.agent.loop import Loop, Stopped, rebuild
 from metainfer_lab.agent.phases import Phase
 from metainfer_lab.agent.providers import ReplayTransport, client
-from metainfer_lab.agent.tools import EDITOR, REMOVE, Judge, Result, Tools, real_judge
+from metainfer_lab.agent.tools import EDITOR, REMOVE, REVIEW, Judge, Result, Tools, real_judge
 from metainfer_lab.agent.transcript import FILE, Block, Judgement, Line, Transcript
 from metainfer_lab.errors import InputError
-from metainfer_lab.skills import route
+from metainfer_lab.skills import Role, route
 from metainfer_lab.spec import Spec
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ class Report(BaseModel):
 
 @dataclass
 class ReplayTools(Tools):
-    """Tools that carry out edits always, the rest in the chosen phases, and otherwise as recorded.
+    """Tools that carry out edits and reviews always, the rest in the chosen phases, and otherwise
+    as recorded.
 
     Gates that run are compared with the record; the loop is given the recorded outcome.
     """
@@ -80,22 +81,22 @@ class ReplayTools(Tools):
     report: Report = field(default_factory=lambda: Report(run="", phases=[]))
     folder: Path = Path()
 
-    def call(self, block: Block, phase: Phase) -> Result:
+    def call(self, block: Block, phase: Phase, role: Role = "implementer") -> Result:
         """Carry out a call, and answer it as the record does where the outcome must not differ."""
-        if block["name"] in (EDITOR, REMOVE):
-            return super().call(block, phase)
+        if block["name"] in (EDITOR, REMOVE, REVIEW):
+            return super().call(block, phase, role)
         answer, judgement = self._recorded(block)
         if phase.name in self.report.phases:
-            result = self._again(block, phase, judgement)
+            result = self._again(block, phase, role, judgement)
             if result.judgement is None and judgement is None:
                 return result
             self._compare(phase, judgement, result.judgement)
         return Result(answer["content"], answer.get("is_error", False), judgement)
 
-    def _again(self, block: Block, phase: Phase, judgement: Judgement | None) -> Result:
+    def _again(self, block: Block, phase: Phase, role: Role, judgement: Judgement | None) -> Result:
         """The call for real; a submission asks the gates that it asked when it was recorded."""
         then = replace(phase, gates=tuple(judgement.gates)) if judgement else phase
-        return super().call(block, then)
+        return super().call(block, then, role)
 
     def _recorded(self, block: Block) -> tuple[Block, Judgement | None]:
         """The recorded result of a call, and the judgement that came with it."""
@@ -190,16 +191,18 @@ def _loop(run: Run, report: Report, home: Path, judge: Judge, say: Callable[[str
     )
     if (broken := record.broken_link()) is not None:
         tools.diverged(lines[broken].phase, "record", "a whole chain", f"broken at line {broken}")
+    author = client(ReplayTransport(record.replies(), lambda: len(transcript.replies())))
     return Loop(
         spec=run.spec,
         run_id=run.id,
         phases=_phases(run.spec, lines),
         transcript=transcript,
         tools=tools,
-        client=client(ReplayTransport(record.replies(), lambda: len(transcript.replies()))),
+        client=author,
+        reviewer=author if any(line.role == "reviewer" for line in lines) else None,
         model=run.info.model or NOT_STATED,
         effort=None,
-        budget=Budget(turns=len(lines) + 1, attempts=len(lines) + 1),
+        budget=Budget(turns=len(lines) + 1, attempts=len(lines) + 1, rejections=len(lines) + 1),
         say=say,
         after=tools.compare_line,
     )

@@ -54,12 +54,15 @@ def wait(after):
 def blocks(options):
     """The content blocks of the reply, in the order in which they are carried out."""
     content = [{"type": "text", "text": options.text}] if options.text else []
-    if not options.no_files:
+    if not options.no_files and (HERE / "draft").is_dir():
         content += changes(files(HERE / "draft"), files(HERE / "engine"))
     content += [tool("read_skill", name=name) for name in options.skill]
     content += [tool("bash", command=command) for command in options.bash]
     content += [tool("run_gate", gates=options.gate)] if options.gate else []
     content += [tool("measure")] if options.measure else []
+    if options.review:
+        findings = json.loads(Path(options.review).read_text())
+        content.append(tool("submit_review", findings=findings))
     return content + ([tool("submit_phase")] if options.submit else [])
 
 
@@ -70,7 +73,8 @@ def main():
         parser.add_argument(f"--{name}", action="append", default=[])
     for name in ("measure", "submit", "no-files", "wait"):
         parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--text")
+    for name in ("text", "review"):
+        parser.add_argument(f"--{name}")
     options = parser.parse_args()
     number = newest()
     reply = HERE / f"reply-{number:04d}.json"

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 from metainfer_lab.agent.budget import total_cost
 from metainfer_lab.agent.loop import rebuild
-from metainfer_lab.agent.transcript import FILE, Judgement, Line, Transcript
+from metainfer_lab.agent.transcript import FILE, Finding, Judgement, Line, Transcript
 from metainfer_lab.agent.turns import ROW, diff, lines_of_code, row
 from metainfer_lab.errors import InputError
 from metainfer_lab.paths import ENGINES, LOCAL, RUNS, write_atomic
@@ -74,6 +74,7 @@ class Summary(BaseModel):
     turns: int
     attempts: int
     failed_verdicts: int
+    rejections: int
     divergences: int
     lines_of_code: int
     input_tokens: int | None
@@ -88,6 +89,7 @@ class Turn:
     """One reply and what came of it: what was asked, the calls, the diff, what the gates said."""
 
     number: int
+    role: str
     phase: str
     attempt: int
     time: str
@@ -97,15 +99,20 @@ class Turn:
     results: list[dict[str, Any]]
     diff: str
     judgements: list[Judgement]
+    findings: list[Finding] | None
     tree: str
 
     def __str__(self) -> str:
-        head = f"turn {self.number}, phase {self.phase}, attempt {self.attempt}, {self.time}"
+        head = (
+            f"turn {self.number}, {self.role}, phase {self.phase}, attempt {self.attempt}, "
+            f"{self.time}"
+        )
         gates = [
             f"{', '.join(j.gates)}: {'passed' if j.passed else 'failed'}" for j in self.judgements
         ]
         names = ", ".join(call["name"] for call in self.calls)
-        return "\n".join([head, f"calls: {names or 'none'}", *gates, self.diff])
+        found = [str(finding) for finding in self.findings or []]
+        return "\n".join([head, f"calls: {names or 'none'}", *gates, *found, self.diff])
 
 
 class Run:
@@ -169,6 +176,7 @@ class Run:
         asked, reply, results = self._turns[number - 1]
         return Turn(
             number=number,
+            role=reply.role,
             phase=reply.phase,
             attempt=reply.attempt,
             time=reply.time,
@@ -178,6 +186,7 @@ class Run:
             results=results.blocks if results else [],
             diff=self._diff(reply),
             judgements=results.judgements if results else [],
+            findings=results.findings if results else None,
             tree=results.tree if results else reply.tree,
         )
 
@@ -210,6 +219,7 @@ class Run:
             turns=sum(line.author == "assistant" for line in lines),
             attempts=sum(j.submission for j in judged),
             failed_verdicts=sum(not j.passed for j in judged),
+            rejections=sum(bool(line.findings) for line in lines),
             divergences=len(self.report.divergences) if self.report else 0,
             lines_of_code=self._lines_of_code(),
             input_tokens=sum(sum(u.values()) - u["output_tokens"] for u in usages)

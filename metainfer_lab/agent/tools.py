@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from metainfer_lab.agent import prompts
-from metainfer_lab.agent.editor import Edit, ToolError, edit
+from metainfer_lab.agent.editor import Edit, ToolError, View, edit
 from metainfer_lab.agent.scrub import scrub
-from metainfer_lab.agent.transcript import Block, Judgement
+from metainfer_lab.agent.transcript import Block, Finding, Judgement
 from metainfer_lab.errors import InputError
-from metainfer_lab.paths import write_atomic
-from metainfer_lab.skills import Skill
+from metainfer_lab.paths import tree_files, write_atomic
+from metainfer_lab.skills import Role, Skill
 from metainfer_lab.spec import Spec, explain
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from metainfer_lab.gates import GateVerdict, Verdict
 
 EDITOR, REMOVE, SUBMIT = "str_replace_based_edit_tool", "remove_file", "submit_phase"
+REVIEW = "submit_review"
+ENDINGS = (SUBMIT, REVIEW)  # calls that end a reply
 BASH_SECONDS = 120
 NOT_JUDGED = "A gate could not judge here and now; this was no attempt. Submit again."
 # `import engine` must find the folder by that name, whatever its parent lets us see
@@ -70,31 +72,40 @@ class Bash(_Input):
     restart: bool = False
 
 
-INPUTS: dict[str, type[_Input]] = {
-    REMOVE: RemoveFile,
-    "read_skill": ReadSkill,
-    "run_gate": RunGate,
-    "measure": Measure,
-    SUBMIT: SubmitPhase,
+class SubmitReview(_Input):
+    """Hand in the review: every place that departs from a skill; an empty list approves."""
+
+    findings: list[Finding]
+
+
+# What each role may call beside the editor (the reviewer: its `view`) and, to write, bash.
+INPUTS: dict[Role, dict[str, type[_Input]]] = {
+    "implementer": {
+        REMOVE: RemoveFile,
+        "read_skill": ReadSkill,
+        "run_gate": RunGate,
+        "measure": Measure,
+        SUBMIT: SubmitPhase,
+    },
+    "reviewer": {"read_skill": ReadSkill, REVIEW: SubmitReview},
 }
 
 
-def definitions() -> list[dict[str, Any]]:
-    """Every tool as the Messages API takes it, in a fixed order (the prompt cache needs one)."""
+def definitions(role: Role = "implementer") -> list[dict[str, Any]]:
+    """A role's tools as the Messages API takes them, in a fixed order (the prompt cache needs
+    one)."""
     own = [
         {"name": name, "description": model.__doc__, "input_schema": _schema(model)}
-        for name, model in INPUTS.items()
+        for name, model in INPUTS[role].items()
     ]
-    return [
-        {"type": "text_editor_20250728", "name": EDITOR},
-        {"type": "bash_20250124", "name": "bash"},
-        *own,
-    ]
+    shell = [{"type": "bash_20250124", "name": "bash"}] if role == "implementer" else []
+    return [{"type": "text_editor_20250728", "name": EDITOR}, *shell, *own]
 
 
 def _schema(model: type[BaseModel]) -> dict[str, Any]:
     schema = model.model_json_schema()
-    return {key: schema[key] for key in ("type", "properties", "required") if key in schema}
+    names = ("type", "properties", "required", "$defs")
+    return {key: schema[key] for key in names if key in schema}
 
 
 @dataclass(frozen=True)
@@ -107,11 +118,12 @@ class Judge:
 
 @dataclass
 class Result:
-    """What a call came to: text for the author, and the judgement if gates ran."""
+    """What a call came to: text for the author; the judgement if gates ran, a review's findings."""
 
     text: str
     is_error: bool = False
     judgement: Judgement | None = None
+    findings: list[Finding] | None = None
 
 
 @dataclass
@@ -131,10 +143,10 @@ class Tools:
     checkpoint: Callable[[], Path]
     names: dict[Path, str] = field(default_factory=dict)
 
-    def call(self, block: Block, phase: Phase) -> Result:
+    def call(self, block: Block, phase: Phase, role: Role = "implementer") -> Result:
         """Carry out one tool call; whatever the author got wrong comes back as an error result."""
         try:
-            result = self._dispatch(block["name"], block["input"], phase)
+            result = self._dispatch(block["name"], block["input"], phase, role)
         except ValidationError as error:
             result = Result(f"{block['name']}: {explain(error)}", is_error=True)
         except (ToolError, InputError) as error:
@@ -144,15 +156,18 @@ class Tools:
         result.text = prompts.clip(scrub(result.text, self.names))
         return result
 
-    def _dispatch(self, name: str, given: Any, phase: Phase) -> Result:
+    def _dispatch(self, name: str, given: Any, phase: Phase, role: Role) -> Result:
         if name == EDITOR:
-            return Result(edit(self.engine, TypeAdapter(Edit).validate_python(given)))
-        if name == "bash":
+            command = TypeAdapter(Edit).validate_python(given)
+            if role == "reviewer" and not isinstance(command, View):
+                raise ToolError(f"{command.command}: a reviewer reads; `view` is its one command")
+            return Result(edit(self.engine, command))
+        if name == "bash" and role == "implementer":
             return self._bash(Bash.model_validate(given))
-        if name not in INPUTS:
-            known = ", ".join([EDITOR, "bash", *INPUTS])
+        if name not in INPUTS[role]:
+            known = ", ".join(tool["name"] for tool in definitions(role))
             raise ToolError(f"no tool {name!r}; there are {known}")
-        match INPUTS[name].model_validate(given):
+        match INPUTS[role][name].model_validate(given):
             case RemoveFile(path=path):
                 return Result(apply_edit(self.engine, REMOVE, {"path": path}))
             case ReadSkill(name=skill):
@@ -161,12 +176,27 @@ class Tools:
                 return self._run_gates(gates)
             case SubmitPhase():
                 return self._judged(list(phase.all_gates), submission=True)
+            case SubmitReview(findings=findings):
+                return self._reviewed(findings)
         return Result(self.measure(self.engine))
 
     def _read_skill(self, name: str) -> Result:
         if name not in self.skills:
             raise ToolError(f"no skill {name!r}; there are {', '.join(self.skills)}")
         return Result(str(self.skills[name]))
+
+    def _reviewed(self, findings: list[Finding]) -> Result:
+        """A review whose findings point at lines that exist and at skills that exist."""
+        files = {path.relative_to(self.engine).as_posix(): path for path in tree_files(self.engine)}
+        for finding in findings:
+            if finding.file not in files:
+                raise ToolError(f"findings: no file {finding.file!r}; there are {', '.join(files)}")
+            lines = len(files[finding.file].read_text().splitlines())
+            if finding.line > lines:
+                raise ToolError(f"findings: {finding.file} has {lines} lines, no {finding.line}")
+            if finding.skill not in self.skills:
+                raise ToolError(f"findings: no skill {finding.skill!r}")
+        return Result(f"{len(findings)} findings taken", findings=findings)
 
     def _run_gates(self, gates: list[str]) -> Result:
         unknown = [gate for gate in gates if gate not in self.judge.gates]

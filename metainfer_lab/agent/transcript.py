@@ -12,11 +12,12 @@ import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from metainfer_lab.errors import InputError
+from metainfer_lab.skills import Role
 
 FILE = "transcript.jsonl"
 FIRST = "0" * 64
@@ -37,12 +38,30 @@ class Judgement(BaseModel):
     error: str | None = None
 
 
+class Finding(BaseModel):
+    """What a reviewer holds against a file: where, by which skill, what was expected, what stands
+    there."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    file: str
+    line: int = Field(ge=1)
+    skill: str
+    expected: str = Field(min_length=1)
+    actual: str = Field(min_length=1)
+
+    def __str__(self) -> str:
+        where = f"{self.file}:{self.line} ({self.skill})"
+        return f"{where}: expected {self.expected}; actual {self.actual}"
+
+
 class Line(BaseModel):
     """One message with its circumstances.
 
     conversation: counts fresh contexts; tree: hash of the engine's files when the message was
     complete (for tool results: after the tools ran); seconds: how long the author or the tools
-    took; usage: null where no API said it; previous: SHA-256 of the line before.
+    took; usage: null where no API said it; findings: of a review that was handed in, empty where
+    the reviewer has none; previous: SHA-256 of the line before.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -53,18 +72,19 @@ class Line(BaseModel):
     conversation: int
     phase: str
     attempt: int
-    role: Literal["implementer", "reviewer"] = "implementer"
+    role: Role = "implementer"
     message: dict[str, Any]
     stop_reason: str | None = None
     model: str | None = None
     usage: dict[str, int] | None = None
     judgements: list[Judgement] = []
+    findings: list[Finding] | None = None
     tree: str
     previous: str
 
     @property
     def author(self) -> str:
-        """`user` (the loop) or `assistant` (the author of the engine)."""
+        """`user` (the loop) or `assistant` (whoever has the role)."""
         return self.message["role"]
 
     @property
@@ -114,9 +134,14 @@ class Transcript:
         """The messages of one conversation, as the Messages API takes them."""
         return [line.message for line in self.lines if line.conversation == conversation]
 
-    def replies(self) -> list[Line]:
-        """Every line that the author wrote."""
-        return [line for line in self.lines if line.author == "assistant"]
+    def replies(self, role: Role | None = None) -> list[Line]:
+        """Every line that an author wrote, or that one of them did."""
+        replies = [line for line in self.lines if line.author == "assistant"]
+        return [line for line in replies if role in (None, line.role)]
+
+    def rejections(self, phase: str) -> list[list[Finding]]:
+        """Findings of every review that turned a phase down."""
+        return [line.findings for line in self.lines if line.phase == phase and line.findings]
 
     def broken_link(self) -> int | None:
         """Number of the first line that does not follow from the one before, if any."""

@@ -12,8 +12,19 @@ from metainfer_lab.agent.loop import executed
 from metainfer_lab.agent.transcript import Line
 from metainfer_lab.paths import tree_files
 
-ROW = ["turn", "time", "seconds", "phase", "attempt", "calls", "gates", "passed", "submission"]
-ROW += ["lines_added", "lines_removed", "input_tokens", "output_tokens", "tree"]
+ROW = [
+    "turn",
+    "time",
+    "seconds",
+    "role",
+    "phase",
+    "attempt",
+    "calls",
+    "gates",
+    "passed",
+    "submission",
+]
+ROW += ["findings", "lines_added", "lines_removed", "input_tokens", "output_tokens", "tree"]
 
 
 def row(number: int, asked: Line, reply: Line, results: Line | None) -> list[Any]:
@@ -24,12 +35,14 @@ def row(number: int, asked: Line, reply: Line, results: Line | None) -> list[Any
         number,
         reply.time,
         reply.seconds + (results.seconds if results else 0.0),
+        reply.role,
         reply.phase,
         reply.attempt,
         _counted(call["name"] for call in reply.calls),
         ", ".join(dict.fromkeys(gate for j in judged for gate in j.gates)),
         all(j.passed for j in judged) if judged else None,
         any(j.submission for j in judged),
+        len(results.findings) if results and results.findings is not None else None,
         added,
         removed,
         usage.get("input_tokens"),
@@ -45,7 +58,8 @@ def _counted(names: Iterable[str]) -> str:
 
 def _changed(reply: Line) -> tuple[int, int]:
     """Lines that a reply's edits write, and lines that they name as replaced."""
-    inputs = [call["input"] for call in executed(reply) if isinstance(call["input"], dict)]
+    calls = executed(reply) if reply.role == "implementer" else []
+    inputs = [call["input"] for call in calls if isinstance(call["input"], dict)]
     written = ("file_text", "new_str", "insert_text")
     added = sum(len(str(i[key]).splitlines()) for i in inputs for key in written if key in i)
     return added, sum(len(str(i.get("old_str", "")).splitlines()) for i in inputs)
