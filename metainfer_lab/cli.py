@@ -134,24 +134,41 @@ def bench(
     engine: EngineName,
     beside: Annotated[str, typer.Option(help="comma-separated rivals")] = "transformers",
     spec: ForSpec = None,
+    batches: Annotated[str | None, typer.Option(help="numbers of streams: 1,8,32")] = None,
+    verdict: Annotated[Path | None, typer.Option(help="what `verify --json` printed")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure an engine and its rivals in turn, on this machine, in one run."""
-    with opened_engine(engine, spec) as opened:
-        rows = lab.bench(opened, beside=[name for name in beside.split(",") if name])
+    rivals = [name for name in beside.split(",") if name]
+    if batches:
+        from .bench import sweep
+
+        rows = sweep(spec or engine, [int(n) for n in batches.split(",")], beside=rivals)
+    else:
+        with opened_engine(engine, spec) as opened:
+            rows = lab.bench(opened, beside=rivals, verdict=_verdict(verdict))
     if as_json:
         print(rows.to_json(orient="records", indent=1))
-    else:
-        columns = ["engine", "metric", "p20", "p50", "p80", "unit", "floor", "n"]
-        print(rows[columns].to_string(index=False))
+        return
+    columns = ["engine", "batch", "metric", "p20", "p50", "p80", "unit", "floor", "n"]
+    print(rows[columns].to_string(index=False))
+    print(f"kept in {rows.attrs['saved']}")
+
+
+def _verdict(path: Path | None) -> Any:
+    from .gates import Verdict
+
+    return Verdict.model_validate_json(path.read_text()) if path else None
 
 
 @app.command()
 def record(
-    run: Annotated[str, typer.Argument(help="a finished run of data/local/runs")],
+    run: Annotated[
+        str, typer.Argument(help="a finished run of data/local/runs, or the CSV of a measurement")
+    ],
     engine: Annotated[bool, typer.Option(help="its last tree becomes the spec's engine")] = False,
 ) -> None:
-    """Publish a local run into the record (data/runs): the one way in."""
+    """Publish a local run, or rows with their verdict, into the record: the one way in."""
     print(lab.record(run, engine=engine))
 
 

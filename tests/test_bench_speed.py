@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from metainfer_lab import paths
-from metainfer_lab.bench import compare
+from metainfer_lab.bench import compare, results
 from metainfer_lab.bench.timing import Sample
 from metainfer_lab.bench.workload import Workload
 from metainfer_lab.engine import Engine
@@ -36,6 +36,9 @@ class OracleStandIn:
 
     def logits(self, tokens: list[int], positions: list[int]) -> np.ndarray:
         return np.eye(4)[[position % 4 for position in positions]]
+
+    def routed(self, tokens: list[int], positions: list[int], experts=None, rounding=None):
+        return self.logits(tokens, positions), None
 
 
 @pytest.fixture
@@ -126,6 +129,15 @@ def tiny_spec(tmp_path_factory) -> Spec:
     return changed.change(workload__max_context=128)
 
 
+class _Passed:
+    """What bench needs of a verdict."""
+
+    hash = "v"
+
+    def model_dump_json(self) -> str:
+        return '{"passed": true}'
+
+
 def test_bench_of_a_real_engine_gives_rows_of_the_schema(tiny_spec, tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "LOCAL", paths.LOCAL / "test-bench")
     # long enough that a late look at the pipe cannot swallow a whole run of a tiny model
@@ -133,7 +145,7 @@ def test_bench_of_a_real_engine_gives_rows_of_the_schema(tiny_spec, tmp_path, mo
     reference = paths.ENGINES / "qwen3-reference"
     with Engine(reference, tiny_spec) as engine:
         rows = compare.bench(
-            engine, beside=["transformers", "products"], workload=workload, verdict="v"
+            engine, beside=["transformers", "products"], workload=workload, verdict=_Passed()
         )
         with pytest.raises(InputError, match="vllm9"):
             compare.bench(engine, beside=["vllm9"])
@@ -141,6 +153,9 @@ def test_bench_of_a_real_engine_gives_rows_of_the_schema(tiny_spec, tmp_path, mo
     assert set(ours["metric"]) == {"ttft_ms", "tpot_ms", "decode_tok_s", "output_tok_s"}
     assert (ours["engine_tree"] == paths.tree_hash(reference)).all()
     assert (ours["verdict"] == "v").all() and (ours["n"] == 3).all()
+    saved = Path(paths.ROOT / rows.attrs["saved"])
+    assert len(results.read(saved)) == len(rows)
+    assert saved.with_suffix(".verdict.json").read_text() == '{"passed": true}\n'
     assert set(rows["engine"]) == {"qwen3-reference", "transformers", "products"}
     assert set(rows.attrs["ratios"]) == {"transformers", "products"}
     raw = Path(paths.ROOT / rows["raw"].iloc[0])

@@ -2,7 +2,8 @@
 
 workload.py      what is asked while the clock runs
 timing.py        clocks outside the engine's process; A B B A
-transformers.py  the baseline, in its own process, at its best setting on this machine
+rivals.py        who can run beside an engine; rival.py what they share
+transformers.py  the baseline at its best setting on this machine; vllm.py, llamacpp.py where there
 products.py      one token's matrix products alone
 compare.py       `bench`: an engine and its rivals in turn, as rows
 results.py       the result schema; ledger.py the schema of what was tried
@@ -21,6 +22,7 @@ _HOMES = {
     "bench": "compare",
     "matrix_product_rate": "products",
     "measure": "compare",
+    "sweep": "compare",
 }
 __all__ = sorted(_HOMES)
 

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import psutil
+from typing import TYPE_CHECKING, Protocol
 
 from metainfer_lab import paths
-from metainfer_lab.bench import results
-from metainfer_lab.bench.products import Products
+from metainfer_lab.bench import results, rivals
 from metainfer_lab.bench.timing import Ratio, Sample, in_turn, paired_ratio, sample_from, spread
-from metainfer_lab.bench.transformers import Transformers
 from metainfer_lab.bench.workload import Workload
 from metainfer_lab.engine import Engine
 from metainfer_lab.errors import InputError
-from metainfer_lab.hardware import usable_cores
+from metainfer_lab.hardware import Hardware, usable_cores
 from metainfer_lab.live import Live, Silent
 from metainfer_lab.plan import Plan, plan
 from metainfer_lab.spec import Spec
@@ -27,8 +24,14 @@ from metainfer_lab.spec import Spec
 if TYPE_CHECKING:
     import pandas as pd
 
-RIVALS = ("transformers", "products")
-Progress = Callable[[str], None]
+
+class Judgement(Protocol):
+    """What rows need of a verdict: its hash, and its record."""
+
+    @property
+    def hash(self) -> str: ...
+
+    def model_dump_json(self) -> str: ...
 
 
 @dataclass
@@ -43,6 +46,7 @@ class Measurement:
     products: list[float] = field(default_factory=list)
     about: dict[str, dict[str, object]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    experts_touched: float | None = None
 
     def rates(self, name: str) -> list[float]:
         """Decode tok/s of each run of one contender."""
@@ -68,13 +72,15 @@ def bench(
     *,
     beside: Sequence[str] = (),
     workload: Workload | None = None,
-    verdict: str | None = None,
+    verdict: Judgement | None = None,
 ) -> pd.DataFrame:
-    """Measure an engine, and beside it `transformers` or `products` (its matrix products alone).
+    """Measure an engine, and beside it rivals: `transformers`, `vllm`, `vllm-in-process`,
+    `llama.cpp`, or `products` (one token's matrix products alone).
 
     What the spec's goals compare with is measured along. The rows carry live numbers of this
-    machine; `rows.attrs["ratios"]` holds the engine's ratio to each rival with its spread.
-    verdict: hash of the verdict that says this engine is right. InputError for an unknown rival.
+    machine; `rows.attrs["ratios"]` holds the engine's ratio to each rival with its spread, and
+    `rows.attrs["saved"]` the file from which `record` publishes them. verdict: what says that this
+    engine is right. InputError for an unknown rival, or one that cannot run here.
     """
     if isinstance(engine, Engine):
         measured = measure(engine, beside=beside, workload=workload)
@@ -94,19 +100,18 @@ def measure(
     """Time an open engine and its rivals in turn, one warm-up each, after all are loaded."""
     live = live or Live()
     workload = workload or Workload.from_spec(engine.spec)
-    rivals = _rivals(engine.spec, beside)
+    beside = rivals.chosen(engine.spec, beside)
     measured = Measurement(engine.folder.name, engine.tree, plan(engine.spec), workload)
     with ExitStack() as stack:
         runners = {engine.folder.name: _engine_runner(engine, measured)}
-        for name in rivals:
+        for name in beside:
             live.update(f"bench: loading {name}")
-            runners[name] = _RIVALS[name](stack, engine, measured)
-        for name in rivals:
-            runners[name] = _while_frozen(engine, runners[name])
+            runners[name] = rivals.runner(name, stack, engine, measured)
         for name, run in runners.items():
             live.update(f"bench: {name} warms up")
             run()
         timed = in_turn({n: _told(live, n, run) for n, run in runners.items()}, workload.runs)
+    measured.experts_touched = engine.process.stats().get("experts_touched")
     measured.products = timed.pop("products", [])
     measured.samples = timed
     live.close(f"bench: {summary(measured)}")
@@ -123,28 +128,50 @@ def summary(measured: Measurement) -> str:
     return "; ".join([f"decode tok/s: {rates}{how}", *ratios])
 
 
-def to_rows(measured: Measurement, verdict: str | None = None) -> pd.DataFrame:
-    """Rows of the result schema, and the raw samples in a file of data/local."""
-    raw = _save_raw(measured)
-    base = _common(measured) | {"raw": raw, "timestamp": results.now()}
+def sweep(
+    spec: Spec | str, batches: Sequence[int], *, beside: Sequence[str] = (), **workload: int
+) -> pd.DataFrame:
+    """Rows at several numbers of streams; `workload` replaces lengths and runs of the spec's own.
+
+    One engine serves all batches; where experts are chosen each batch has its own, because their
+    count is a mean over an engine's life.
+    """
+    import pandas as pd
+
+    spec = spec if isinstance(spec, Spec) else Spec.load(spec)
+    groups = [[batch] for batch in batches] if plan(spec).dims.moe else [list(batches)]
+    tables = []
+    for group in groups:
+        with Engine.open(spec.change(workload__concurrency=max(group))) as engine:
+            for batch in group:
+                point = Workload.from_spec(spec, **workload, concurrency=batch)
+                tables.append(bench(engine, beside=beside, workload=point))
+    return pd.concat(tables, ignore_index=True)
+
+
+def to_rows(measured: Measurement, verdict: Judgement | None = None) -> pd.DataFrame:
+    """Rows of the result schema; rows, raw samples and verdict are kept in data/local/bench."""
+    stamp = results.now()
+    stem = paths.LOCAL / "bench" / f"{measured.engine}-{stamp.replace(':', '')}"
+    raw = stem.with_suffix(".json")
+    _save_raw(measured, raw)
+    base = _common(measured)
+    base |= {"raw": raw.relative_to(paths.ROOT).as_posix(), "timestamp": stamp}
     rows = [row for name in measured.samples for row in _rows_of(measured, name, base)]
     if measured.products:
         bare = base | {"weights": "seeded"}
         rows.append(_row(measured, "products", "decode_tok_s", measured.products, bare))
     for row in rows:
         if row["engine"] == measured.engine:
-            row |= {"engine_tree": measured.tree, "verdict": verdict}
+            row |= {"engine_tree": measured.tree, "verdict": verdict.hash if verdict else None}
+            row |= {"experts_touched": measured.experts_touched}
     table = results.table(rows)
+    paths.write_atomic(stem.with_suffix(".csv"), table.to_csv(index=False, lineterminator="\n"))
+    if verdict:
+        paths.write_atomic(stem.with_suffix(".verdict.json"), verdict.model_dump_json() + "\n")
     table.attrs["ratios"] = {name: str(measured.ratio(name)) for name in measured.rivals}
+    table.attrs["saved"] = stem.with_suffix(".csv").relative_to(paths.ROOT).as_posix()
     return table
-
-
-def _rivals(spec: Spec, beside: Sequence[str]) -> list[str]:
-    asked = [*beside, *spec.goals.ratio_to, *(["products"] * bool(spec.goals.fraction_of_products))]
-    unknown = [name for name in asked if name not in RIVALS]
-    if unknown:
-        raise InputError(f"beside: {unknown[0]!r} is not known; use {' or '.join(RIVALS)}")
-    return list(dict.fromkeys(asked))
 
 
 def _engine_runner(engine: Engine, measured: Measurement) -> Callable[[], Sample]:
@@ -163,46 +190,6 @@ def _engine_runner(engine: Engine, measured: Measurement) -> Callable[[], Sample
         return sample_from(events(batch), batch)
 
     return run
-
-
-def _transformers(stack: ExitStack, engine: Engine, measured: Measurement) -> Callable:
-    gpu = measured.plan.hardware.is_gpu
-    dtype = "bfloat16" if gpu else "float32"
-    device = "cuda" if gpu else "cpu"
-    rival = stack.enter_context(Transformers(engine.checkpoint, dtype, device))
-    vocab = measured.plan.dims.vocab_size
-    rival.find_best(measured.workload, vocab)
-    measured.about["transformers"] = rival.describe()
-    measured.versions |= rival.versions
-    prompts = measured.workload.prompts(vocab)
-    return lambda: rival.sample(next(prompts), measured.workload)
-
-
-def _products(stack: ExitStack, engine: Engine, measured: Measurement) -> Callable:
-    products = Products(measured.plan.dims, engine.spec.precision.weights, usable_cores())
-    rival = stack.enter_context(products)
-    measured.about["products"] = {"threads": rival.threads}
-    return rival.rate
-
-
-def _while_frozen(engine: Engine, run: Callable) -> Callable:
-    """Stop the engine's processes while a rival runs: an engine that spins would slow it."""
-
-    def frozen() -> object:
-        host = psutil.Process(engine.process.confined.process.pid)
-        family = [host, *host.children(recursive=True)]
-        try:
-            for process in family:
-                process.suspend()
-            return run()
-        finally:
-            for process in family:
-                process.resume()
-
-    return frozen
-
-
-_RIVALS = {"transformers": _transformers, "products": _products}
 
 
 def _told(live: Live | Silent, name: str, run: Callable) -> Callable:
@@ -235,7 +222,7 @@ def _row(measured: Measurement, name: str, metric: str, values: list[float], bas
         "precision": planned.spec.precision.weights,
         "metric": metric,
         "unit": results.METRICS[metric],
-        "floor": floors(planned, measured.workload)[metric],
+        "floor": floors(planned, measured.workload, measured.experts_touched)[metric],
         "conditions": results.pairs(conditions),
     }
 
@@ -245,22 +232,33 @@ def _common(measured: Measurement) -> dict[str, object]:
     return {
         "origin": "live",
         "model": spec.model,
-        "weights": "real",
+        "weights": "seeded" if "seeded" in spec.checkpoint.source else "real",
         "precision": spec.precision.weights,
         "tp": spec.parallel.tp,
-        "gpu": hardware.title,
+        "gpu": hardware.name.upper() if hardware.is_gpu else hardware.title,
         "n_gpu": spec.parallel.tp if hardware.is_gpu else 0,
         "batch": workload.concurrency,
         "prompt_len": workload.prompt_len,
         "output_len": workload.output_len,
-        "versions": results.pairs(measured.versions or _versions()),
+        "versions": results.pairs(measured.versions | _versions(hardware)),
     }
 
 
-def _versions() -> dict[str, str]:
+def _versions(hardware: Hardware) -> dict[str, str]:
+    """torch, and on a GPU what else decides about kernels: Triton and the driver.
+
+    InputError when the GPU is not the one that the rows would name.
+    """
     from importlib.metadata import version
 
-    return {"torch": version("torch")}
+    found = {"torch": version("torch")}
+    if hardware.is_gpu:
+        ask = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        name, driver = subprocess.check_output(ask, text=True).splitlines()[0].split(", ")
+        if hardware.name not in name.lower():
+            raise InputError(f"hardware: the spec is for {hardware.name}; this machine has {name}")
+        found |= {"triton": version("triton"), "driver": driver}
+    return found
 
 
 def _plan_of(measured: Measurement, name: str) -> Plan:
@@ -272,15 +270,18 @@ def _plan_of(measured: Measurement, name: str) -> Plan:
     return plan(spec)
 
 
-def floors(planned: Plan, workload: Workload) -> dict[str, float]:
+def floors(
+    planned: Plan, workload: Workload, experts_touched: float | None = None
+) -> dict[str, float]:
     """Floor of each metric: the most a rate can be, the least a time can be; tok/s and ms.
 
-    A decode step holds the workload's mean context. On a GPU at nominal rates, which nothing
-    passes; on a CPU, which has no data sheet that helps, at the rates measured on it.
+    A decode step holds the workload's mean context and touches the experts that it was seen to
+    touch (distinct ones a layer; None: as many as uniform routing would). On a GPU at nominal
+    rates, which nothing passes; on a CPU, which has no data sheet that helps, at measured rates.
     """
     kind = "nominal" if planned.hardware.is_gpu else "planning"
     context = round(workload.mean_context)
-    rate = planned.floor_tok_s(workload.concurrency, context, kind=kind)
+    rate = planned.floor_tok_s(workload.concurrency, context, experts_touched, kind)
     first = planned.floor_ttft_ms(workload.prompt_len, kind)
     step = 1e3 * workload.concurrency / rate
     whole = first + (workload.output_len - 1) * step
@@ -301,7 +302,7 @@ def floor_kind(planned: Plan) -> str:
     return "cache-resident" if fits else "measured"
 
 
-def _save_raw(measured: Measurement) -> str:
+def _save_raw(measured: Measurement, path: Path) -> None:
     data = {
         "engine": measured.engine,
         "tree": measured.tree,
@@ -309,7 +310,4 @@ def _save_raw(measured: Measurement) -> str:
         "samples": {name: [asdict(s) for s in runs] for name, runs in measured.samples.items()},
         "products": measured.products,
     }
-    stamp = results.now().replace(":", "")
-    path = paths.LOCAL / "bench" / f"{measured.engine}-{stamp}.json"
     paths.write_atomic(path, json.dumps(data, default=str))
-    return path.relative_to(paths.ROOT).as_posix()

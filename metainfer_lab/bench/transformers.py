@@ -12,8 +12,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from metainfer_lab.bench.timing import Sample, sample_from
-from metainfer_lab.bench.worker import Worker, serve
+from metainfer_lab.bench.rival import Rival
+from metainfer_lab.bench.worker import serve
 from metainfer_lab.bench.workload import Workload
 
 
@@ -40,27 +40,22 @@ def settings(threads: int) -> list[Setting]:
     return [first.model_copy(update=change) for change in changes]
 
 
-class Transformers:
-    """transformers behind a pipe, timed like an engine: the parent stamps what arrives."""
+class Transformers(Rival):
+    """transformers at the best setting that is found."""
 
     name = "transformers"
+    module = "metainfer_lab.bench.transformers"
 
     def __init__(self, checkpoint: Path, dtype: str = "float32", device: str = "cpu") -> None:
-        self.worker = Worker("metainfer_lab.bench.transformers")
-        self.opening = {"op": "open", "dtype": dtype, "device": device}
-        self.opening["checkpoint"] = str(Path(checkpoint).resolve())
+        folder = str(Path(checkpoint).resolve())
+        super().__init__(checkpoint=folder, dtype=dtype, device=device)
         self.trials: dict[Setting, float] = {}
 
     def __enter__(self) -> Transformers:
-        self.worker.__enter__()
-        opened = self.worker.call(**self.opening)
-        self.versions, cores = opened["versions"], opened["cores"]
-        self.candidates = settings(cores)
+        super().__enter__()
+        self.candidates = settings(self.opened["cores"])
         self.setting = self.candidates[0]
         return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.worker.__exit__(*exc)
 
     def find_best(self, workload: Workload, vocab_size: int, output_len: int = 12) -> Setting:
         """Try every setting on a short piece of the workload; the fastest decode is kept."""
@@ -73,19 +68,12 @@ class Transformers:
         self.setting = max(self.trials, key=self.trials.__getitem__)
         return self.setting
 
-    def sample(self, prompts: list[list[int]], workload: Workload) -> Sample:
-        """One timed run of all prompts together, greedy, exactly output_len tokens each."""
-        request = {"op": "run", "prompts": prompts, "output_len": workload.output_len}
-
-        def events() -> Iterator[tuple[int, int]]:
-            self.worker.send(**request, **self.setting.model_dump())
-            for _ in range(workload.output_len):
-                yield from enumerate(self.worker.receive()["tokens"])
-
-        return sample_from(events(), prompts)
+    def options(self) -> dict[str, object]:
+        """The setting in use."""
+        return self.setting.model_dump()
 
     def describe(self) -> dict[str, object]:
-        """What a row must say of how this baseline ran."""
+        """The setting, and how many were tried."""
         return {"setting": self.setting, "settings_tried": len(self.trials)}
 
 
@@ -128,7 +116,7 @@ class _Model:
                     input_ids=ids, past_key_values=past, use_cache=True, logits_to_keep=1
                 )
                 ids = out.logits[:, -1].argmax(-1, keepdim=True)
-                yield {"tokens": ids[:, 0].tolist()}
+                yield {"tokens": [*enumerate(ids[:, 0].tolist())]}
 
     def _generate(self, ids, output_len: int, cache: str) -> Iterator[dict]:
         """`generate` in a thread of its own, as its streamer asks."""
@@ -150,7 +138,7 @@ class _Model:
         thread.start()
         queue.get()  # the prompt comes first
         for _ in range(output_len):
-            yield {"tokens": queue.get()}
+            yield {"tokens": [*enumerate(queue.get())]}
         thread.join()
 
     def handle(self, request: dict) -> Iterator[dict]:
