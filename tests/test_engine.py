@@ -120,7 +120,7 @@ def test_an_engines_value_error_keeps_its_name(engine):
 
 
 def test_the_host_has_no_package_but_the_allowed(engine):
-    assert not {"transformers", "metainfer_lab", "pydantic"} & set(engine.modules())
+    assert not {"transformers", "metainfer_lab", "pydantic"} & set(engine.surroundings().modules)
 
 
 @pytest.mark.parametrize("level", ["bubblewrap", "landlock"])

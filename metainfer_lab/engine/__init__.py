@@ -9,6 +9,7 @@ from metainfer_lab.engine.process import (
     EngineError,
     EngineProcess,
     StepResult,
+    Surroundings,
 )
 from metainfer_lab.engine.session import Chat, Engine
 
@@ -23,6 +24,7 @@ __all__ = [
     "EngineProcess",
     "Nursery",
     "StepResult",
+    "Surroundings",
     "find_engine",
     "is_recorded",
 ]

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import inspect
 import json
 import os
 import signal
 import sys
+import time
 import traceback
 from types import ModuleType
 from typing import Any
@@ -91,8 +93,11 @@ def _end_children() -> None:
 
 
 def _children() -> list[int]:
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:
-        return [int(pid) for pid in file.read().split()]
+    found: list[int] = []
+    for thread in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{thread}/children") as file:
+            found += map(int, file.read().split())
+    return found
 
 
 def _call_itself(name: str) -> None:
@@ -235,9 +240,31 @@ class Host:
         counts = {"objects": len(alive), "tensors": len(tensors), "device_reserved": reserved}
         return {"census": counts | {"tensor_bytes": sum(storages.values())}}
 
-    def do_modules(self) -> dict[str, Any]:
-        """Top-level names of all that was imported."""
-        return {"modules": sorted({name.partition(".")[0] for name in sys.modules})}
+    def do_operators(self) -> dict[str, Any]:
+        """What the engine's OPERATORS are; None if it has none."""
+        operators = getattr(self.package, "OPERATORS", None)
+        return {"operators": operators and self._pairs().described(operators)}
+
+    def do_apply(self, name: str, form: str, **case: Any) -> dict[str, Any]:
+        """One form of an operator on the parent's arguments."""
+        arrays = {key[4:]: case.pop(key) for key in [*case] if key.startswith("arg ")}
+        function = getattr(self.package.OPERATORS[name], form)
+        return self._pairs().applied(function, arrays, **case)
+
+    def do_compare(self, name: str, **case: Any) -> dict[str, Any]:
+        """Both forms of an operator on arguments that it draws itself."""
+        return self._pairs().both(self.package.OPERATORS[name], engine=self.engine, **case)
+
+    def _pairs(self) -> ModuleType:
+        return sys.modules.get("pairs") or _module("pairs", _beside("pairs.py"))
+
+    def do_surroundings(self) -> dict[str, Any]:
+        """Top-level names of all that was imported, clocks that were replaced, child processes."""
+        modules = sorted({name.partition(".")[0] for name in sys.modules})
+        clocks = [name for name, one in vars(time).items() if inspect.isroutine(one)]
+        clocks = [name for name in clocks if not inspect.isbuiltin(getattr(time, name))]
+        found = {"modules": modules, "clocks": clocks, "children": len(_children())}
+        return {"surroundings": found}
 
     def do_close(self) -> dict[str, Any]:
         engine, self.engine, self.unfinished = self.engine, None, set()

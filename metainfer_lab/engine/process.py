@@ -56,6 +56,15 @@ class Arrival(NamedTuple):
     results: list[StepResult]
 
 
+class Surroundings(NamedTuple):
+    """Top-level names of all imported modules; names in `time` that are no longer its own; how many
+    processes the engine has started and not ended."""
+
+    modules: list[str]
+    clocks: list[str]
+    children: int
+
+
 class Census(NamedTuple):
     """What is alive in an engine's process. objects: those that Python's collector knows; tensors,
     and bytes of their storages; device_reserved: bytes that torch holds of the GPU."""
@@ -166,6 +175,15 @@ class EngineProcess:
         """The engine's own counters."""
         return self._call("stats")["stats"]
 
+    def operators(self) -> dict[str, dict[str, Any]] | None:
+        """What the engine's OPERATORS are, as pairs.py describes them; None if it has none."""
+        return self._call("operators")["operators"]
+
+    def operate(self, how: Literal["apply", "compare"], **case: Any) -> dict[str, np.ndarray]:
+        """Results of an operator by name: of one form on given arguments, or of two on its own."""
+        answer = self._call(how, **case)
+        return {name: value for name, value in answer.items() if isinstance(value, np.ndarray)}
+
     @property
     def sockets(self) -> bool:
         """Whether the process may open any: ranks speak through them, and only bubblewrap gives
@@ -194,9 +212,9 @@ class EngineProcess:
         lines = Path(f"/proc/{self.rank().pid}/smaps_rollup").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
 
-    def modules(self) -> list[str]:
-        """Top-level names of the modules that the process has imported."""
-        return self._call("modules")["modules"]
+    def surroundings(self) -> Surroundings:
+        """What the process has about it besides the engine."""
+        return Surroundings(**self._call("surroundings")["surroundings"])
 
     def run(self) -> Iterator[Arrival]:
         """Let the host spin `step` until all requests are finished; leaving the loop stops it.

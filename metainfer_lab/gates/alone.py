@@ -109,6 +109,11 @@ def _run_elsewhere(trial: Trial) -> None:
         engine.score([0, 1, 2], [2])
         engine.submit([0, 1, 2], {"max_new_tokens": 2})
         engine.finish()
-        loaded = set(engine.modules())
-    for name in sorted(loaded & OTHER_ENGINES):
+        found = engine.surroundings()
+    for name in sorted(OTHER_ENGINES & set(found.modules)):
         trial.findings.fail("loaded modules", f"{name} is loaded in the engine's process")
+    for name in found.clocks:
+        trial.findings.fail("clocks", f"time.{name} is not the one that Python came with")
+    if found.children:
+        detail = f"{found.children} of the engine's own still run when nothing is left to do"
+        trial.findings.fail("processes", detail)

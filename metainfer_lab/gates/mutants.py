@@ -13,7 +13,10 @@ from metainfer_lab.paths import ENGINES, FAKES, MUTANTS
 
 
 class Mutant(BaseModel):
-    """Either a patch (file, old, new) or whole replaced files; `spec` where it must be judged."""
+    """Either a patch (file, old, new) or whole replaced files; `spec` where it must be judged.
+
+    dies: gate -> regular expression that its reason must match, or the engine died by accident.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -21,6 +24,7 @@ class Mutant(BaseModel):
     name: str
     description: str
     spec: str | None = None
+    dies: dict[str, str] = {}
     file: str | None = None
     old: str | None = None
     new: str | None = None
