@@ -18,7 +18,8 @@ from metainfer_lab import wire
 from metainfer_lab.sandbox import Confined, Level, Tail
 
 HOST = Path(__file__).with_name("host.py")
-HOST_FILES = [HOST, HOST.with_name("ranks.py"), Path(wire.__file__)]  # all that a host reads of us
+# all of ours that a host reads
+HOST_FILES = [HOST, HOST.with_name("ranks.py"), HOST.with_name("pairs.py"), Path(wire.__file__)]
 START_S = 60.0
 
 

@@ -23,6 +23,7 @@ from metainfer_lab.gates.drift import drift
 from metainfer_lab.gates.limits import limits
 from metainfer_lab.gates.logits import logits
 from metainfer_lab.gates.memory import memory
+from metainfer_lab.gates.operators import operators
 from metainfer_lab.gates.sampling import sampling
 from metainfer_lab.gates.speed import speed
 from metainfer_lab.gates.trial import Trial
@@ -47,12 +48,13 @@ class Gate(NamedTuple):
 
 
 GATES: dict[str, Gate] = {
-    "alone": Gate(1, "imports, size, no forbidden module loaded at run time", alone),
+    "alone": Gate(2, "imports, size, no forbidden module loaded at run time", alone),
     "weights": Gate(1, "each tensor matters; bad checkpoints are refused by name", weights),
+    "operators": Gate(1, "each kernel against its naive form in float64, at edges", operators),
     "logits": Gate(1, "score against the oracle: relative L2, KL, likeliest token", logits),
     "decode": Gate(1, "submit and step, scored by the oracle on the engine's own text", decode),
     "batching": Gate(1, "an answer does not depend on neighbours, arrivals, cancels", batching),
-    "limits": Gate(1, "edges of the context; bad arguments are refused by name", limits),
+    "limits": Gate(2, "edges of the context; bad arguments are refused by name", limits),
     "sampling": Gate(1, "distributions, filters, penalties, seeds", sampling),
     "drift": Gate(1, "hundreds of steps; the precision of cache and state", drift),
     "memory": Gate(1, "capacity as predicted; nothing grows by step or by request", memory),

@@ -3,7 +3,7 @@ P: positions in the cache. Norms and softmax compute in float32 at least."""
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,11 +12,14 @@ from torch.nn import functional
 
 class Operator(NamedTuple):
     """naive: the specification; kernel: what runs on the spec's device (here: none but naive);
-    inputs(generator, dtype): arguments to try both on."""
+    inputs: None, for the names are known by what they compute; rows: of tokens, that it takes;
+    mutated: arguments that it writes."""
 
     naive: Callable[..., Tensor]
     kernel: Callable[..., Tensor]
-    inputs: Callable[[torch.Generator, torch.dtype], tuple[Any, ...]]
+    inputs: None = None
+    rows: range = range(1, 600)
+    mutated: tuple[str, ...] = ()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -67,14 +70,5 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _normal(*shapes: tuple[int, ...]) -> Callable[[torch.Generator, torch.dtype], tuple[Any, ...]]:
-    return lambda generator, dtype: tuple(
-        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
-    )
-
-
-OPERATORS: dict[str, Operator] = {
-    "attention": Operator(attention, attention, _normal((5, 6, 8), (21, 2, 8), (21, 2, 8))),
-    "linear": Operator(linear, linear, _normal((5, 24), (40, 24))),
-    "swiglu": Operator(swiglu, swiglu, _normal((5, 24), (5, 24))),
-}
+FORMULAS = (rms_norm, rope, attention, swiglu, linear)
+OPERATORS: dict[str, Operator] = {f.__name__: Operator(f, f) for f in FORMULAS}

@@ -10,16 +10,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .formats import dequantise_nvfp4
+
 L2_EPS = 1e-6  # below the squared length of a DeltaNet key
 
 
 class Operator(NamedTuple):
     """naive: the specification; kernel: what runs on the spec's device (here: none but naive);
-    inputs(generator, dtype): arguments to try both on."""
+    inputs: None, for the names are known by what they compute; rows: of tokens, that it takes;
+    mutated: arguments that it writes."""
 
     naive: Callable[..., Any]
     kernel: Callable[..., Any]
-    inputs: Callable[[torch.Generator, torch.dtype], tuple[Any, ...]]
+    inputs: None = None
+    rows: range = range(1, 600)
+    mutated: tuple[str, ...] = ()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -151,31 +156,6 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _normal(*shapes: tuple[int, ...]) -> Callable[[torch.Generator, torch.dtype], tuple[Any, ...]]:
-    return lambda generator, dtype: tuple(
-        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
-    )
-
-
-def _delta_inputs(generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
-    shapes = ((9, 2, 8), (9, 2, 8), (9, 6, 12), (9, 6), (9, 6), (6, 8, 12))
-    q, k, v, g, beta, state = _normal(*shapes)(generator, dtype)
-    return q, k, v, -_wide(g).exp() / 2, _wide(beta).sigmoid(), _wide(state)
-
-
-def _expert_inputs(generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
-    x, logits, gate_up, down = _normal((7, 24), (7, 10), (10, 32, 24), (10, 24, 16))(
-        generator, dtype
-    )
-    return x, *route(logits, 3), gate_up, down
-
-
-OPERATORS: dict[str, Operator] = {
-    "attention": Operator(attention, attention, _normal((5, 6, 8), (21, 2, 8), (21, 2, 8))),
-    "causal_conv": Operator(causal_conv, causal_conv, _normal((5, 24), (3, 24), (24, 4))),
-    "gated_delta_rule": Operator(gated_delta_rule, gated_delta_rule, _delta_inputs),
-    "experts": Operator(experts, experts, _expert_inputs),
-    "log_decay": Operator(log_decay, log_decay, _normal((5, 6), (6,), (6,))),
-    "linear": Operator(linear, linear, _normal((5, 24), (40, 24))),
-    "swiglu": Operator(swiglu, swiglu, _normal((5, 24), (5, 24))),
-}
+FORMULAS = (rms_norm, gated_rms_norm, rope, attention, causal_conv, log_decay, gated_delta_rule)
+FORMULAS += (route, experts, swiglu, linear, dequantise_nvfp4)
+OPERATORS: dict[str, Operator] = {f.__name__: Operator(f, f) for f in FORMULAS}
