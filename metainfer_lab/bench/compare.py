@@ -179,17 +179,19 @@ def _engine_runner(engine: Engine, measured: Measurement) -> Callable[[], Sample
     prompts = workload.prompts(measured.plan.dims.vocab_size)
     measured.about[measured.engine] = {"threads": usable_cores()}
 
-    def events(batch: list[list[int]]) -> Iterator[tuple[int, int]]:
+    return lambda: time_engine(engine, workload, next(prompts))
+
+
+def time_engine(engine: Engine, workload: Workload, batch: list[list[int]]) -> Sample:
+    """One run of an open engine on one batch of prompts; the clock is outside its process."""
+
+    def events() -> Iterator[tuple[int, int]]:
         params = workload.params()
         streams = {engine.process.submit(prompt, params): i for i, prompt in enumerate(batch)}
         for arrival in engine.process.run():
             yield from ((streams[result.request], result.token) for result in arrival.results)
 
-    def run() -> Sample:
-        batch = next(prompts)
-        return sample_from(events(batch), batch)
-
-    return run
+    return sample_from(events(), batch)
 
 
 def _told(live: Live | Silent, name: str, run: Callable) -> Callable:

@@ -34,14 +34,14 @@ def chosen(spec: Spec, beside: Sequence[str]) -> list[str]:
 def runner(name: str, stack: ExitStack, engine: Engine, measured: Measurement) -> Callable:
     """Open a rival; the result times one run of it while the engine's processes stand still."""
     if name == "products":
-        return _while_frozen(engine, _products(stack, engine, measured))
+        return while_frozen(engine, _products(stack, engine, measured))
     rival = stack.enter_context(RIVALS[name](engine, measured))
     vocab = measured.plan.dims.vocab_size
-    _while_frozen(engine, lambda: rival.find_best(measured.workload, vocab))()
+    while_frozen(engine, lambda: rival.find_best(measured.workload, vocab))()
     measured.about[name] = rival.describe()
     measured.versions |= rival.versions
     prompts = measured.workload.prompts(vocab)
-    return _while_frozen(engine, lambda: rival.sample(next(prompts), measured.workload))
+    return while_frozen(engine, lambda: rival.sample(next(prompts), measured.workload))
 
 
 def _products(stack: ExitStack, engine: Engine, measured: Measurement) -> Callable:
@@ -80,7 +80,7 @@ RIVALS: dict[str, Callable[[Engine, Measurement], Rival]] = {
 }
 
 
-def _while_frozen(engine: Engine, run: Callable) -> Callable:
+def while_frozen(engine: Engine, run: Callable) -> Callable:
     """Stop the engine's processes while a rival runs: an engine that spins would slow it."""
 
     def frozen() -> object:
