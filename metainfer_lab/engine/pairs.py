@@ -1,7 +1,7 @@
 """The pairs in an engine's OPERATORS, run in its own process. Stands alone, like host.py.
 
 Operator: naive and kernel take the same arguments and return the same tensors (one, a tuple or a
-dict). inputs(engine, rows, context, seed) draws arguments by name, in the engine's own formats;
+dict). draw(engine, rows, context, seed) draws arguments by name, in the engine's own formats;
 None where the gate knows the operator by its name. rows: the counts that the kernel takes; mutated:
 arguments that a call also writes; an argument `dtype` is the format in which naive computes on what
 other arguments hold.
@@ -20,7 +20,7 @@ def described(operators: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {
         name: {
             "rows": [operator.rows.start, operator.rows.stop, operator.rows.step],
-            "draws": operator.inputs is not None,
+            "draws": operator.draw is not None,
         }
         for name, operator in operators.items()
     }
@@ -46,7 +46,7 @@ def both(
     operator: Any, form: str, engine: Any, rows: int, context: int, seed: int
 ) -> dict[str, np.ndarray]:
     """Results of naive in float64 ("want…") and of a form on the same arguments ("got…")."""
-    arguments = operator.inputs(engine, rows, context, seed)
+    arguments = operator.draw(engine, rows, context, seed)
     exact = {name: _wide(value) for name, value in arguments.items()}
     if "dtype" in exact:
         exact["dtype"] = torch.float64

@@ -42,7 +42,7 @@ def operators(trial: Trial) -> None:
             elif pair["draws"]:
                 _by_pair(trial, engine, name, sizes)
             else:
-                trial.findings.fail(name, "has no inputs, and is none that the gate knows")
+                trial.findings.fail(name, "draws no arguments, and is none that the gate knows")
 
 
 def _sizes(rng: np.random.Generator, rows: range, count: int) -> Iterator[tuple[int, int]]:

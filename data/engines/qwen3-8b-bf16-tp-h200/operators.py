@@ -29,6 +29,17 @@ class Operator:
     phase: str
     mutated: tuple[str, ...] = ()
 
+    @property
+    def rows(self) -> range:
+        """The counts of tokens that the kernel takes."""
+        return range(1, 33) if self.phase == "decode" else range(64, 1025, 64)
+
+    def draw(self, engine: Any, rows: int, context: int, seed: int) -> dict[str, Any]:
+        """Arguments in a loaded engine's own dimensions and formats."""
+        like = engine.runner.model.weights.norm
+        generator = torch.Generator(like.device).manual_seed(seed)
+        return self.inputs(engine.config, rows, context, generator, str(like.device), like.dtype)
+
 
 def _kernel(name: str) -> Callable[..., Any]:
     """A kernel by name; triton is imported at its first call, so that no GPU is needed to look."""

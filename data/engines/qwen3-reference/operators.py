@@ -12,12 +12,12 @@ from torch.nn import functional
 
 class Operator(NamedTuple):
     """naive: the specification; kernel: what runs on the spec's device (here: none but naive);
-    inputs: None, for the names are known by what they compute; rows: of tokens, that it takes;
+    draw: None, for the names are known by what they compute; rows: of tokens, that it takes;
     mutated: arguments that it writes."""
 
     naive: Callable[..., Tensor]
     kernel: Callable[..., Tensor]
-    inputs: None = None
+    draw: None = None
     rows: range = range(1, 600)
     mutated: tuple[str, ...] = ()
 

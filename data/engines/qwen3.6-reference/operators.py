@@ -17,12 +17,12 @@ L2_EPS = 1e-6  # below the squared length of a DeltaNet key
 
 class Operator(NamedTuple):
     """naive: the specification; kernel: what runs on the spec's device (here: none but naive);
-    inputs: None, for the names are known by what they compute; rows: of tokens, that it takes;
+    draw: None, for the names are known by what they compute; rows: of tokens, that it takes;
     mutated: arguments that it writes."""
 
     naive: Callable[..., Any]
     kernel: Callable[..., Any]
-    inputs: None = None
+    draw: None = None
     rows: range = range(1, 600)
     mutated: tuple[str, ...] = ()
 
