@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,11 +74,19 @@ def tiny_config(family: str, dims: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tiny_checkpoint(
-    family: str, seed: int, folder: Path, *, shards: int = 1, dtype: str = "float32", **dims: Any
+    family: str,
+    seed: int,
+    folder: Path,
+    *,
+    shards: int = 1,
+    dtype: str = "float32",
+    edit: Callable[[ModelDims, dict[str, torch.Tensor]], None] | None = None,
+    **dims: Any,
 ) -> Path:
     """Write config.json and safetensors (several with an index for shards > 1); the folder.
 
-    dims: config fields as `draw_dims` gives them. The same arguments give the same bytes.
+    dims: config fields as `draw_dims` gives them; edit: changes the drawn float32 tensors in place
+    before they are written. The same arguments give the same bytes.
     """
     import torch
 
@@ -86,9 +94,11 @@ def tiny_checkpoint(
     geometry = ModelDims.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     tensors = {
-        name: _draw(name, shape, geometry, generator).to(getattr(torch, dtype))
-        for name, shape in geometry.tensors().items()
+        name: _draw(name, shape, geometry, generator) for name, shape in geometry.tensors().items()
     }
+    if edit is not None:
+        edit(geometry, tensors)
+    tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
     folder.mkdir(parents=True)
     write_config(folder, config)
     write_tensors(folder, tensors, shards)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from metainfer_lab.checkpoints import variants
+from metainfer_lab.checkpoints.planted import LOOK_BACK
 from metainfer_lab.engine import EngineProcess, StepResult
-from metainfer_lab.gates.compare import judge_text, text_of
+from metainfer_lab.gates.compare import exact_text, judge_text, text_of
 from metainfer_lab.gates.trial import Trial, max_context
 from metainfer_lab.model import ModelDims
 from metainfer_lab.model.tensors import text_prefix
 
 REQUESTS = 12
 MAX_BATCH = 4
+FLAT = 8.0  # a temperature at which planted text is no longer sure
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,20 @@ class Played:
 
 
 def batching(trial: Trial) -> None:
-    """A random schedule twice and each request alone; then neighbours made of NaN."""
+    """A random schedule twice, scored by the oracle; one whose text is known to the letter; then
+    neighbours made of NaN."""
+    _scored(trial)
+    _planted(trial)
+    _hostile(trial)
+
+
+def _scored(trial: Trial) -> None:
     checkpoint = trial.tiny(num_hidden_layers=2)
-    prompts, params = _draw(trial, checkpoint)
+    prompts, params = _draw(trial, ModelDims.from_config(checkpoint).vocab_size, 1.0)
     events = _schedule(trial)
     settings = {"max_context": max_context(checkpoint), "max_batch": MAX_BATCH}
     with trial.candidate(checkpoint, **settings) as engine:
         first = _play(engine, prompts, params, events)
-        alone = {i: _alone(engine, prompts[i], params[i]) for i in range(REQUESTS)}
         engine.load(checkpoint)
         second = _play(engine, prompts, params, events)
     cancelled = {event.request for event in events if event.cancel}
@@ -55,33 +63,45 @@ def batching(trial: Trial) -> None:
     trial.findings.case()
     if first.results != second.results:
         trial.findings.fail("the same calls twice", _difference(first.results, second.results))
-    if trial.exact_text:
-        _same_alone(trial, first, alone, cancelled)
     ask = trial.ask(checkpoint)
     for i in range(REQUESTS):
         if i in cancelled and not first.answer(i):
             continue
-        judge_text(
-            trial.findings,
-            f"request {i} of {REQUESTS} in a batch of {MAX_BATCH}",
-            prompts[i],
-            params[i],
-            first.answer(i),
-            ask,
-        )
-    _hostile(trial)
+        case = f"request {i} of {REQUESTS} in a batch of {MAX_BATCH}"
+        judge_text(trial.findings, case, prompts[i], params[i], first.answer(i), ask)
 
 
-def _draw(trial: Trial, checkpoint: Path) -> tuple[list[list[int]], list[dict[str, Any]]]:
-    rng, vocab = trial.rng, ModelDims.from_config(checkpoint).vocab_size
-    prompts = [
-        trial.prompt(int(rng.choice([1, 3, 17, 40, 90, 150])), vocab) for _ in range(REQUESTS)
-    ]
+def _planted(trial: Trial) -> None:
+    """Greedy requests say their text whatever is beside them; a seed draws what it draws alone."""
+    made = trial.planted()
+    prompts, params = _draw(trial, math.prod(made.sizes), FLAT)
+    events = _schedule(trial)
+    cancelled = {event.request for event in events if event.cancel}
+    settings = {"max_context": max_context(made.folder), "max_batch": MAX_BATCH}
+    with trial.candidate(made.folder, **settings) as engine:
+        played = _play(engine, prompts, params, events)
+        drawn = [i for i in range(REQUESTS) if "seed" in params[i] and i not in cancelled]
+        alone = {i: _alone(engine, prompts[i], params[i]) for i in drawn}
+    _accounts(trial, played, cancelled, params)
+    for i in range(REQUESTS):
+        case = f"planted text, request {i} of {REQUESTS} in a batch of {MAX_BATCH}"
+        if "seed" not in params[i] and (i not in cancelled or played.answer(i)):
+            exact_text(trial.findings, case, played.answer(i), made, prompts[i])
+    if trial.exact_text:
+        _same_alone(trial, played, alone)
+
+
+def _draw(
+    trial: Trial, vocab: int, temperature: float
+) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    rng, least = trial.rng, LOOK_BACK + 1
+    lengths = [least, least + 2, 17, 40, 90, 150]
+    prompts = [trial.prompt(int(rng.choice(lengths)), vocab) for _ in range(REQUESTS)]
     params = []
     for i in range(REQUESTS):
         drawn: dict[str, Any] = {"max_new_tokens": int(rng.integers(4, 30)), "ignore_eos": True}
         if i % 2:
-            drawn |= {"temperature": 1.0, "seed": int(rng.integers(2**40))}
+            drawn |= {"temperature": temperature, "seed": int(rng.integers(2**40))}
         params.append(drawn)
     for i in range(MAX_BATCH):  # there are always neighbours, and running requests to cancel
         params[i]["max_new_tokens"] = 40
@@ -158,10 +178,8 @@ def _accounts(
         findings.fail("stats", f"largest_batch is {seen} with four requests at once, of 4 allowed")
 
 
-def _same_alone(
-    trial: Trial, played: Played, alone: dict[int, list[StepResult]], cancelled: set[int]
-) -> None:
-    for i in set(range(REQUESTS)) - cancelled:
+def _same_alone(trial: Trial, played: Played, alone: dict[int, list[StepResult]]) -> None:
+    for i in alone:
         trial.findings.case()
         together = [result.token for result in played.answer(i)]
         by_itself = [result.token for result in alone[i]]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from metainfer_lab.checkpoints.planted import Planted
 from metainfer_lab.engine import StepResult
 from metainfer_lab.gates.routing import Choice, Scored, best, choice, complaint
 from metainfer_lab.gates.tolerances import (
@@ -294,6 +295,26 @@ def judge_text(
             what = f"top_logprobs of output token {i}"
             if not findings.measure(case, float(error), float(limit), position=i, detail=what):
                 return
+
+
+def exact_text(
+    findings: Findings,
+    case: str,
+    results: Sequence[StepResult],
+    made: Planted,
+    prompt: Sequence[int],
+) -> None:
+    """The greedy text of a planted checkpoint, token by token."""
+    findings.case()
+    said = [result.token for result in results]
+    wanted = made.text(prompt, len(said))
+    if said != wanted:
+        at = next(i for i, (a, b) in enumerate(zip(said, wanted, strict=True)) if a != b)
+        detail = (
+            f"token {said[at]} where the planted text has {wanted[at]}: {made.digits(said[at])} "
+        )
+        detail += f"for {made.digits(wanted[at])}"
+        findings.fail(case, detail, position=at)
 
 
 def _greedy(

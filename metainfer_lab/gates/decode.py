@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from metainfer_lab.checkpoints.planted import LOOK_BACK
 from metainfer_lab.engine import EngineProcess, StepResult
-from metainfer_lab.gates.compare import judge_text, text_of
+from metainfer_lab.gates.compare import exact_text, judge_text, text_of
 from metainfer_lab.gates.texts import excerpts
 from metainfer_lab.gates.tolerances import Depth
 from metainfer_lab.gates.trial import Trial, describe, max_context
@@ -15,6 +17,7 @@ from metainfer_lab.model import ModelDims
 
 # Around these lengths blocks, chunks and tiles end; one below and one above are asked as well.
 BOUNDARIES = (1, 2, 16, 32, 64, 128)
+PLANTED = {"max_new_tokens": 40, "ignore_eos": True}
 
 
 @dataclass
@@ -32,7 +35,9 @@ class Asked:
 
 
 def decode(trial: Trial) -> None:
-    """Prompts of many lengths, greedy and random, then ways to end; the real weights last."""
+    """Text known to the letter; prompts of many lengths, greedy and random, and ways to end, scored
+    by the oracle; the real weights last."""
+    _planted(trial)
     for layers in (2, 3):
         # A tied head likes to repeat its token, and then stop tokens have little to tell.
         checkpoint = trial.tiny(num_hidden_layers=layers, tie_word_embeddings=False)
@@ -52,6 +57,17 @@ def decode(trial: Trial) -> None:
             for request in asked:
                 _ask(engine, request)
         _judge(trial, checkpoint, asked, "full")
+
+
+def _planted(trial: Trial) -> None:
+    made = trial.planted()
+    lengths = [LOOK_BACK + 1, *(b + int(trial.rng.integers(-1, 2)) for b in (16, 64, 128))]
+    prompts = [trial.prompt(length, math.prod(made.sizes)) for length in lengths]
+    with trial.candidate(made.folder, max_context=max_context(made.folder)) as engine:
+        for prompt in prompts:
+            request = Asked(f"planted text, prompt of {len(prompt)}", prompt, PLANTED)
+            _ask(engine, request)
+            exact_text(trial.findings, request.case, request.results, made, prompt)
 
 
 def _requests(trial: Trial, checkpoint: Path) -> list[Asked]:

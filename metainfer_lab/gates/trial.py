@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 
 from metainfer_lab import checkpoints
+from metainfer_lab.checkpoints.planted import Planted
+from metainfer_lab.checkpoints.planted_dense import planted_dense
+from metainfer_lab.checkpoints.planted_qwen36 import planted_qwen36
 from metainfer_lab.checkpoints.tiny import draw_dims, tiny_checkpoint
 from metainfer_lab.checkpoints.tiny_qwen36 import tiny_qwen36
 from metainfer_lab.engine import EngineError, EngineManifest, EngineProcess, Nursery, is_recorded
@@ -85,17 +88,31 @@ class Trial:
         if self.dims.family == "qwen3_5_moe":
             linear = ["linear_attention"] * (num_hidden_layers - 1)
             kinds = {"layer_types": [*linear, "full_attention"]}
-            return self._tiny_hybrid(seed, folder, shards=shards, **kinds | fixed)
+            return tiny_qwen36(seed, folder, shards=shards, **self._hybrid(), **kinds | fixed)
         fixed["num_hidden_layers"] = num_hidden_layers
         dims = draw_dims(self.rng, self.dims, self.manifest.granules, **fixed)
-        dtype = "bfloat16" if self.activations == "bf16" else "float32"
-        return tiny_checkpoint(self.dims.family, seed, folder, shards=shards, dtype=dtype, **dims)
+        return tiny_checkpoint(
+            self.dims.family, seed, folder, shards=shards, dtype=self._dtype, **dims
+        )
 
-    def _tiny_hybrid(self, seed: int, folder: Path, **fixed: Any) -> Path:
-        made = {"granules": self.manifest.granules, "wrapped": self.dims.wrapped}
-        if self.spec.precision.weights == "nvfp4-mix":
-            made |= {"quantised": True, "oracle": self._oracles()}
-        return tiny_qwen36(seed, folder, **made, **fixed)
+    def planted(self) -> Planted:
+        """A fresh checkpoint whose greedy text is known to the letter, in any precision."""
+        seed, folder = int(self.rng.integers(2**62)), self.new_folder()
+        granules = self.manifest.granules
+        if self.dims.family == "qwen3_5_moe":
+            return planted_qwen36(seed, folder, **self._hybrid())
+        return planted_dense(seed, folder, self.dims, dtype=self._dtype, granules=granules)
+
+    @property
+    def _dtype(self) -> str:
+        return "bfloat16" if self.activations == "bf16" else "float32"
+
+    def _hybrid(self) -> dict[str, Any]:
+        """How the hybrid's checkpoints are laid out: as the spec's own is."""
+        layout = {"granules": self.manifest.granules, "wrapped": self.dims.wrapped}
+        if self.spec.precision.weights != "nvfp4-mix":
+            return layout
+        return layout | {"quantised": True, "oracle": self._oracles()}
 
     def real(self) -> Path | None:
         """The spec's own checkpoint, where its weights can be had without a model hub."""
