@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -13,9 +14,9 @@ from metainfer_lab.paths import ENGINES, FAKES, MUTANTS
 
 
 class Mutant(BaseModel):
-    """Either a patch (file, old, new) or whole replaced files; `spec` where it must be judged.
+    """Either a patch (file, old, new) or whole replaced files; `spec` under which it is judged.
 
-    dies: gate -> regular expression that its reason must match, or the engine died by accident.
+    dies: gate -> regular expression that its reason must match, or a fake died by accident.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -23,7 +24,7 @@ class Mutant(BaseModel):
     engine: str
     name: str
     description: str
-    spec: str | None = None
+    spec: str
     dies: dict[str, str] = {}
     file: str | None = None
     old: str | None = None
@@ -35,7 +36,19 @@ class Mutant(BaseModel):
         patch = (self.file, self.old, self.new)
         if bool(self.files) == (None not in patch):
             raise ValueError("give file, old and new, or files")
+        if self.is_fake and not self.dies:
+            raise ValueError(f"{self.name}: a fake says which gate kills it, and with what words")
         return self
+
+    @property
+    def is_fake(self) -> bool:
+        """A pretender, not a fault: whole files of its own."""
+        return bool(self.files)
+
+    @property
+    def key(self) -> str:
+        """Its name among those of all engines."""
+        return f"{self.engine}/{self.name}"
 
     def apply(self, folder: Path) -> Path:
         """Write the wrong engine to `folder`; InputError when the patch does not fit once."""
@@ -55,16 +68,26 @@ class Mutant(BaseModel):
         return folder
 
 
-def load_mutants(family: str) -> list[Mutant]:
-    """The mutants of data/mutants/<family>.yaml."""
-    return _load(MUTANTS / f"{family}.yaml")
+def families() -> dict[str, str]:
+    """Family -> the engine that its mutants and fakes are made of."""
+    return {path.stem: _read(path)["engine"] for path in sorted(MUTANTS.glob("*.yaml"))}
 
 
-def load_fakes(family: str) -> list[Mutant]:
-    """The fakes of data/fakes/<family>.yaml."""
-    return _load(FAKES / f"{family}.yaml")
+def catalogue(kind: Literal["mutants", "fakes"], family: str | None = None) -> list[Mutant]:
+    """All mutants or fakes of a family, or of all; InputError when there is no such family."""
+    known = families()
+    if family is not None and family not in known:
+        raise InputError(f"family: {family!r} unknown; known are {', '.join(known)}")
+    wanted = {engine for name, engine in known.items() if family in (None, name)}
+    paths = sorted((MUTANTS if kind == "mutants" else FAKES).glob("*.yaml"))
+    return [mutant for path in paths for mutant in _load(path) if mutant.engine in wanted]
 
 
 def _load(path: Path) -> list[Mutant]:
-    catalogue = yaml.safe_load(path.read_text())
-    return [Mutant(engine=catalogue["engine"], **entry) for entry in catalogue["mutants"]]
+    shared = _read(path)
+    own = {"engine": shared["engine"], "spec": shared["spec"]}
+    return [Mutant(**own | entry) for entry in shared["mutants"]]
+
+
+def _read(path: Path) -> dict:
+    return yaml.safe_load(path.read_text())
