@@ -14,13 +14,13 @@ import torch
 
 from metainfer_lab.checkpoints import variants
 from metainfer_lab.checkpoints.tiny_qwen36 import tiny_qwen36
-from metainfer_lab.gates.mutants import load_mutants
+from metainfer_lab.gates.mutants import catalogue
 from metainfer_lab.gates.tolerances import FIXED
 from metainfer_lab.oracle import Oracle
 from metainfer_lab.paths import ENGINES
 
 SEED = secrets.randbelow(2**32)
-MUTANTS = {mutant.name: mutant for mutant in load_mutants("qwen3.6")}
+MUTANTS = {mutant.name: mutant for mutant in catalogue("mutants", "qwen3.6")}
 PROMPTS = (1, 30, 70, 5, 12, 40)  # lengths; the third is longer than a step
 TOLERANCE = FIXED["fp32", "tiny"]
 
