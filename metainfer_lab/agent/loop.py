@@ -294,12 +294,17 @@ def executed(reply: Line) -> list[Block]:
 
 
 def rebuild(lines: Iterable[Line], engine: Path) -> None:
-    """Make the engine's folder from a transcript: every answered edit, in order, from nothing."""
+    """Make the engine's folder from a transcript: every answered edit, in order, from nothing.
+
+    A line that restores an earlier one begins with the tree of that.
+    """
     lines = list(lines)
     shutil.rmtree(engine, ignore_errors=True)
     engine.mkdir(parents=True)
     unanswered = lines[-1:] if lines and lines[-1].author == "assistant" else []
     for line in lines[: len(lines) - len(unanswered)]:
+        if line.restores is not None:
+            rebuild(lines[: line.restores + 1], engine)
         if line.author == "assistant" and line.role == "implementer":
             for block in executed(line):
                 replay_edit(engine, block)

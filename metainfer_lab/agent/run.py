@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 LOCAL_RUNS = LOCAL / "runs"
 Status = Literal["running", "passed", "stopped"]
+Kind = Literal["generation", "optimisation"]
 AUTHORS = {
     "file": "coding agent through the file provider, model not stated",
     "external": "external coding agent, model not stated",
@@ -46,6 +47,7 @@ class RunInfo(BaseModel):
 
     id: str
     spec: str
+    kind: Kind = "generation"
     provider: str
     author: str
     reviewer: str = "none"
@@ -125,12 +127,12 @@ class Run:
 
     @classmethod
     def open(cls, name: str) -> Run:
-        """A run by id, or by spec id: the run that made the spec's engine, else the latest one."""
+        """A run by id, or by spec id: the generation that made its engine, else the latest one."""
         for root in (RUNS, LOCAL_RUNS):
             if (root / name / "run.json").is_file():
                 return cls(root / name)
         made = _maker(name)
-        found = [made] if made else [r.info.id for r in runs(name)]
+        found = [made] if made else [r.id for r in runs(name) if r.info.kind == "generation"]
         if not found:
             known = ", ".join(run.info.id for run in runs()) or "none yet"
             raise InputError(f"run {name}: no such run or spec with a run; there are: {known}")
@@ -244,6 +246,8 @@ class Run:
         """Carry the tool calls out again, gates for real in `phases`; divergences are listed."""
         from metainfer_lab.agent.replay import replay
 
+        if self.info.kind != "generation":
+            raise InputError(f"run {self.id}: is an optimisation; optimise({self.id!r}) replays it")
         self.report = replay(self, phases, **options)
         return self.report
 
@@ -281,10 +285,11 @@ def next_id(spec: str, letter: str = "r") -> str:
 
 
 def _maker(spec: str) -> str | None:
-    """The recorded run that made the engine which serves a spec."""
+    """The recorded generation that made the engine which serves a spec, if one did."""
     path = ENGINES / spec / "engine.json"
     name = json.loads(path.read_text()).get("run") if path.is_file() else None
-    return name if name and (RUNS / name / "run.json").is_file() else None
+    recorded = name and (RUNS / name / "run.json").is_file()
+    return name if recorded and Run(RUNS / name).info.kind == "generation" else None
 
 
 @contextmanager

@@ -61,7 +61,8 @@ class Line(BaseModel):
     conversation: counts fresh contexts; tree: hash of the engine's files when the message was
     complete (for tool results: after the tools ran); seconds: how long the author or the tools
     took; usage: null where no API said it; findings: of a review that was handed in, empty where
-    the reviewer has none; previous: SHA-256 of the line before.
+    the reviewer has none; restores: number of an earlier line to whose tree the folder was put
+    back before this one; previous: SHA-256 of the line before.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -79,6 +80,7 @@ class Line(BaseModel):
     usage: dict[str, int] | None = None
     judgements: list[Judgement] = []
     findings: list[Finding] | None = None
+    restores: int | None = None
     tree: str
     previous: str
 
