@@ -123,6 +123,7 @@ def new_run(
     model: str = NOT_STATED,
     effort: str | None = None,
     reviewer: str = NO_REVIEWER,
+    kind: runs.Kind = "generation",
 ) -> Path:
     """The folder of a new run, with its run.json and spec.yaml."""
     home = runs.LOCAL_RUNS / name
@@ -134,6 +135,7 @@ def new_run(
     info = RunInfo(
         id=name,
         spec=spec.id,
+        kind=kind,
         provider=provider,
         author=f"{model} through the API" if paid else runs.AUTHORS[provider],
         reviewer=reviewer,
@@ -148,6 +150,7 @@ def new_run(
 
 def _goes_on(run: Run, provider: str, run_id: str | None) -> bool:
     unfinished = run.info.status != "passed" and run.folder.parent == runs.LOCAL_RUNS
+    unfinished &= run.info.kind == "generation"
     return unfinished and run.info.provider == provider and run_id in (None, run.id)
 
 

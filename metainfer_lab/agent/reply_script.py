@@ -63,18 +63,22 @@ def blocks(options):
     if options.review:
         findings = json.loads(Path(options.review).read_text())
         content.append(tool("submit_review", findings=findings))
+    if options.propose:
+        given = {"hypothesis": options.propose, "predicted_ratio": options.ratio}
+        content.append(tool("propose", assumes=options.assumes, **given))
     return content + ([tool("submit_phase")] if options.submit else [])
 
 
 def main():
     """Write reply-NNNN.json whole, or wait for the next request."""
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("gate", "bash", "skill"):
+    for name in ("gate", "bash", "skill", "assumes"):
         parser.add_argument(f"--{name}", action="append", default=[])
     for name in ("measure", "submit", "no-files", "wait"):
         parser.add_argument(f"--{name}", action="store_true")
-    for name in ("text", "review"):
+    for name in ("text", "review", "propose"):
         parser.add_argument(f"--{name}")
+    parser.add_argument("--ratio", type=float, default=1.0)
     options = parser.parse_args()
     number = newest()
     reply = HERE / f"reply-{number:04d}.json"

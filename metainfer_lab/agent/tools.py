@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from metainfer_lab.gates import GateVerdict, Verdict
 
 EDITOR, REMOVE, SUBMIT = "str_replace_based_edit_tool", "remove_file", "submit_phase"
-REVIEW = "submit_review"
-ENDINGS = (SUBMIT, REVIEW)  # calls that end a reply
+REVIEW, PROPOSE = "submit_review", "propose"
+ENDINGS = (SUBMIT, REVIEW, PROPOSE)  # calls that end a reply
 BASH_SECONDS = 120
 NOT_JUDGED = "A gate could not judge here and now; this was no attempt. Submit again."
 # `import engine` must find the folder by that name, whatever its parent lets us see
