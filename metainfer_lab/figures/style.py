@@ -54,9 +54,11 @@ def footnote(figure: Figure, text: str) -> None:
 def caption(rows: pd.DataFrame) -> str:
     """Conditions that the rows of one figure share, and where the numbers come from."""
     first = rows.iloc[0]
-    lengths = f"{first['prompt_len']} in, {first['output_len']} out"
-    streams = "/".join(str(batch) for batch in sorted(rows["batch"].unique()))
-    runs = "/".join(str(n) for n in sorted(rows["n"].dropna().unique()))
+    streams, asked, answered, runs = (
+        "/".join(map(str, sorted(rows[column].dropna().unique())))
+        for column in ("batch", "prompt_len", "output_len", "n")
+    )
+    lengths = f"{asked} in, {answered} out"
     facts = [f"{first['model']} on {first['gpu']}", f"{streams} stream(s), {lengths}"]
     facts += ["seeded weights"] if (rows["weights"] == "seeded").any() else []
     facts += sorted({_decoding(text) for text in rows["conditions"]} - {None})
