@@ -7,6 +7,7 @@ to a log that decides nothing. Nothing here knows what a right answer is.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import inspect
@@ -152,7 +153,8 @@ class Host:
 
     def _tell(self, operation: str, command: dict[str, Any]) -> None:
         for tell, _ in self.links:
-            self.wire.send(tell, command | {"op": operation})
+            with contextlib.suppress(BrokenPipeError):  # the engine itself will miss that rank
+                self.wire.send(tell, command | {"op": operation})
 
     def _agreed(self, operation: str, answer: dict[str, Any]) -> dict[str, Any]:
         """Rank 0's answer, or an error if another rank's differs where it may not."""

@@ -105,10 +105,12 @@ class EngineProcess:
         self.settings = dict(
             device=device, max_batch=max_batch, max_context=max_context, cache_bytes=cache_bytes
         )
+        self.world = world
         self.nursery = nursery
         trusted = is_recorded(self.folder)
         self.level = nursery.level if nursery else choose(sandbox, trusted=trusted)
-        self.world = world
+        if self.sockets:  # a nursery's own policy has none
+            self.nursery = None
         self.readable = [self.folder, *HOST_FILES, *readable]
         if checkpoint is not None:
             self.readable.append(Path(checkpoint).resolve())

@@ -24,11 +24,13 @@ from metainfer_lab.gates.limits import limits
 from metainfer_lab.gates.logits import logits
 from metainfer_lab.gates.memory import memory
 from metainfer_lab.gates.operators import operators
+from metainfer_lab.gates.parallel import parallel
 from metainfer_lab.gates.sampling import sampling
 from metainfer_lab.gates.speed import speed
 from metainfer_lab.gates.trial import Trial
 from metainfer_lab.gates.verdict import Failure, Findings, GateVerdict, NotJudged, Verdict
 from metainfer_lab.gates.weights import weights
+from metainfer_lab.oracle import Oracle
 from metainfer_lab.paths import tree_hash
 from metainfer_lab.sandbox import Sandbox
 from metainfer_lab.spec import Spec
@@ -58,6 +60,7 @@ GATES: dict[str, Gate] = {
     "sampling": Gate(1, "distributions, filters, penalties, seeds", sampling),
     "drift": Gate(1, "hundreds of steps; the precision of cache and state", drift),
     "memory": Gate(1, "capacity as predicted; nothing grows by step or by request", memory),
+    "parallel": Gate(1, "several ranks against one and the oracle; a lost rank", parallel),
     "speed": Gate(1, "the goals, beside what they compare with; some timed tokens checked", speed),
 }
 
@@ -70,10 +73,12 @@ def verify(
     on_gate: Callable[[GateVerdict], None] | None = None,
     seed: int | None = None,
     sandbox: Sandbox = "auto",
+    oracle: Oracle | None = None,
 ) -> Verdict:
     """Run gates (all when None) on an engine, a spec's engine or an engine folder.
 
     seed: only to repeat a verdict; without it every input is drawn from the system's randomness.
+    oracle: one that is running already; without it one is started, and ended, here.
     The engine's own faults become failures; InputError is for what the caller got wrong.
     """
     folder, spec = _target(engine, spec)
@@ -83,7 +88,7 @@ def verify(
     seed = random.SystemRandom().getrandbits(64) if seed is None else seed
     verdicts: list[GateVerdict] = []
     with tempfile.TemporaryDirectory(prefix="metainfer-gates-") as work:
-        trial = Trial(folder, spec, _device(spec), sandbox, Path(work).resolve())
+        trial = Trial(folder, spec, _device(spec), sandbox, Path(work).resolve(), _oracle=oracle)
         try:
             for name in chosen:
                 trial.rng = np.random.default_rng([seed, list(GATES).index(name)])

@@ -1,7 +1,8 @@
 """Requests, the scheduler's step, and the engine's interface."""
 
+import secrets
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from . import weights
 from .cache import BlockCache, NoCache, block_bytes, blocks_for
 from .config import Config
 from .model import Model, Sequence
+from .parallel import Group
 from .params import Params
 from .sampler import Sampler
 
@@ -45,8 +47,8 @@ def load(
     world: int = 1,
 ) -> "Engine":
     """Read a checkpoint and allocate the cache; ValueError names what cannot be."""
-    if (rank, world) != (0, 1):
-        raise ValueError(f"world: {world}; this engine runs on one device")
+    if not (_is_integer(rank) and _is_integer(world) and 0 <= rank < world):
+        raise ValueError(f"rank: {rank!r} is not one of world {world!r}")
     for name, value in (("max_batch", max_batch), ("max_context", max_context)):
         if not _is_integer(value) or value < 1:
             raise ValueError(f"{name}: {value!r} is not a positive integer")
@@ -56,10 +58,11 @@ def load(
         limit = config.max_position_embeddings
         raise ValueError(f"max_context: {max_context} is beyond max_position_embeddings {limit}")
     place = _device(device)
-    n_blocks = _cache_blocks(config, max_batch, max_context, cache_bytes)
-    tensors = weights.read(folder, config, place, DTYPE)
-    model = Model(config, tensors, max_context)
-    return Engine(model, BlockCache(config, n_blocks, place, DTYPE), max_batch, max_context)
+    group = Group.join(rank, world, config, place)
+    own = group.own(config)
+    n_blocks = _cache_blocks(own, max_batch, max_context, cache_bytes)
+    model = Model(own, weights.read(folder, config, place, DTYPE, group), max_context, group)
+    return Engine(model, BlockCache(own, n_blocks, place, DTYPE), max_batch, max_context)
 
 
 class Engine:
@@ -97,6 +100,8 @@ class Engine:
         self._check_tokens(tokens, self.max_context - 1)
         parsed = Params.parse(params, self.config.vocab_size)
         eos = frozenset() if parsed.ignore_eos else self.config.eos_token_ids
+        if parsed.seed is None:  # the same on every rank, another one each time
+            parsed = replace(parsed, seed=self.model.group.agree(secrets.randbits(62)))
         sampler = Sampler(parsed, list(tokens), eos | frozenset(parsed.stop_token_ids))
         last_length = min(len(tokens) + parsed.max_new_tokens, self.max_context)
         request = Request(self.next_id, list(tokens), parsed, sampler, last_length)

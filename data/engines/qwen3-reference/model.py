@@ -8,6 +8,7 @@ from torch import Tensor
 from .cache import BlockCache, NoCache
 from .config import Config
 from .operators import attention, linear, rms_norm, rope, rope_table, swiglu
+from .parallel import Group
 
 
 @dataclass
@@ -22,8 +23,9 @@ class Sequence:
 class Model:
     """Weights and formulas; no state of any request."""
 
-    def __init__(self, config: Config, weights: dict[str, Tensor], max_context: int):
+    def __init__(self, config: Config, weights: dict[str, Tensor], max_context: int, group: Group):
         self.config = config
+        self.group = group
         self.weights = weights
         self.angles = rope_table(max_context, config.head_dim, config.rope_theta)
 
@@ -32,7 +34,7 @@ class Model:
         tokens = [token for sequence in sequences for token in sequence.tokens]
         positions = [s.start + i for s in sequences for i in range(len(s.tokens))]
         angles = self.angles[positions]
-        hidden = self.weights["model.embed_tokens.weight"][tokens]
+        hidden = self.group.embed(self.weights["model.embed_tokens.weight"], tokens)
         for layer in range(self.config.num_hidden_layers):
             hidden = hidden + self._attention(layer, hidden, angles, sequences, cache)
             hidden = hidden + self._mlp(layer, hidden)
@@ -40,6 +42,9 @@ class Model:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [rows, vocab] of final hidden states [rows, hidden]."""
+        return self.group.join_columns(self._own_logits(hidden))
+
+    def _own_logits(self, hidden: Tensor) -> Tensor:
         tied = self.config.tie_word_embeddings
         head = "model.embed_tokens.weight" if tied else "lm_head.weight"
         return linear(hidden, self.weights[head]).float()
@@ -70,14 +75,16 @@ class Model:
             table, start = sequence.block_table, sequence.start
             keys, values = cache.update(layer, table, start, k[rows], v[rows])
             outputs.append(attention(q[rows], keys, values))
-        return linear(torch.cat(outputs).flatten(1), self.weights[f"{prefix}.o_proj.weight"])
+        heads = torch.cat(outputs).flatten(1)
+        return self.group.sum(linear(heads, self.weights[f"{prefix}.o_proj.weight"]))
 
     def _mlp(self, layer: int, hidden: Tensor) -> Tensor:
         prefix = f"model.layers.{layer}.mlp"
         x = self._norm(hidden, f"model.layers.{layer}.post_attention_layernorm")
         gate = linear(x, self.weights[f"{prefix}.gate_proj.weight"])
         up = linear(x, self.weights[f"{prefix}.up_proj.weight"])
-        return linear(swiglu(gate, up), self.weights[f"{prefix}.down_proj.weight"])
+        down = self.weights[f"{prefix}.down_proj.weight"]
+        return self.group.sum(linear(swiglu(gate, up), down))
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return rms_norm(x, self.weights[f"{name}.weight"], self.config.rms_norm_eps)

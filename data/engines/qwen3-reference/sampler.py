@@ -18,10 +18,7 @@ class Sampler:
         self.end_tokens = end_tokens
         self.counts: Counter[int] = Counter()
         self.generator = torch.Generator()
-        if params.seed is None:
-            self.generator.seed()
-        else:
-            self.generator.manual_seed(params.seed)
+        self.generator.manual_seed(params.seed)
 
     def sample(self, logits: Tensor) -> tuple[int, float, list[tuple[int, float]] | None]:
         """A token, its log-probability in the model's own distribution, and the likeliest others.

@@ -7,6 +7,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .config import Config
+from .parallel import Group
 
 Shape = tuple[int, ...]
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -40,9 +41,10 @@ def expected(config: Config) -> dict[str, Shape]:
 
 
 def read(
-    folder: Path, config: Config, device: torch.device, dtype: torch.dtype
+    folder: Path, config: Config, device: torch.device, dtype: torch.dtype, group: Group
 ) -> dict[str, torch.Tensor]:
-    """The weights as `dtype` on `device`; ValueError names the tensor or the file at fault."""
+    """A rank's part of the weights as `dtype` on `device`; ValueError names the tensor or the file
+    at fault."""
     shapes = expected(config)
     weights: dict[str, torch.Tensor] = {}
     for path in _files(folder):
@@ -52,7 +54,8 @@ def read(
                     if _is_unused(name, config):
                         continue
                     _check(name, file, shapes, weights)
-                    weights[name] = file.get_tensor(name).to(device, dtype)
+                    part = group.part(name, file.get_tensor(name), config.num_key_value_heads)
+                    weights[name] = part.to(device, dtype)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"checkpoint: {path.name} cannot be read ({error})") from error
     for name in shapes:

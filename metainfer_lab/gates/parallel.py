@@ -1,0 +1,169 @@
+"""parallel: several ranks against one and the oracle; a lost rank is an error within seconds."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from metainfer_lab.engine import EngineDied, EngineError, EngineProcess, StepResult
+from metainfer_lab.gates.compare import compare_logits, judge_text, text_of
+from metainfer_lab.gates.trial import Trial, max_context
+from metainfer_lab.gates.verdict import NotJudged
+from metainfer_lab.model import ModelDims
+
+REQUESTS = 5
+ANSWER_S = 60.0  # the longest that one answer of several ranks may take
+LOST_S = 10.0  # in which the loss of a rank must be said
+
+
+@dataclass
+class Heard:
+    """What an engine of so many ranks gave on the same questions."""
+
+    logits: np.ndarray
+    results: list[StepResult] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+
+    def answer(self, request: int) -> list[StepResult]:
+        return text_of(self.results, self.ids[request])
+
+
+def parallel(trial: Trial) -> None:
+    """Each number of ranks that engine.json names, and the spec's, on one checkpoint."""
+    worlds = _worlds(trial)
+    checkpoint = _checkpoint(trial, max(worlds))
+    vocab = ModelDims.from_config(checkpoint).vocab_size
+    lengths = [int(trial.rng.integers(1, 90)) for _ in range(REQUESTS)]
+    prompts = [trial.prompt(length, vocab) for length in lengths]
+    params = [_params(trial, i) for i in range(REQUESTS)]
+    score = trial.prompt(60, vocab)
+    heard: dict[int, Heard] = {}
+    for world in (1, *worlds):
+        settings: dict[str, Any] = {"max_context": max_context(checkpoint, 160), "world": world}
+        if world > 1:
+            settings["timeout_s"] = ANSWER_S
+        with trial.candidate(checkpoint, **settings) as engine:
+            heard[world] = _ask(engine, score, prompts, params)
+        if world == min(worlds):
+            _lose(trial, checkpoint, prompts[0], settings)
+    truth = trial.ask(checkpoint)(score, range(len(score)))
+    for world in worlds:
+        case = f"{world} ranks"
+        compare_logits(trial.findings, case, heard[world].logits, truth, range(len(score)))
+        for i, prompt in enumerate(prompts):
+            answer, what = heard[world].answer(i), f"{case}, request {i}"
+            judge_text(trial.findings, what, prompt, params[i], answer, trial.ask(checkpoint))
+            _same(trial, what, answer, heard[1].answer(i), params[i])
+
+
+def _worlds(trial: Trial) -> list[int]:
+    """Numbers of ranks beyond one that can be tried here; NotJudged when there are none."""
+    worlds = sorted({world for world in trial.manifest.worlds if world > 1})
+    asked = trial.spec.parallel.tp
+    if asked > 1 and asked not in worlds:
+        raise EngineError("engine.json", f"worlds {worlds} lacks the {asked} ranks of the spec")
+    if not worlds:
+        raise NotJudged("the engine runs on one rank, as its spec asks")
+    if trial.device == "cpu":
+        return worlds
+    import torch
+
+    here = torch.cuda.device_count()
+    if not any(world <= here for world in worlds):
+        raise NotJudged(f"{here} GPU here; the engine's ranks are {worlds}")
+    return [world for world in worlds if world <= here]
+
+
+def _checkpoint(trial: Trial, most: int) -> Path:
+    """Dimensions that `most` ranks can share; key heads fewer than ranks, as many, or more."""
+    rng, granules = trial.rng, trial.manifest.granules
+
+    def shared(name: str, low: int, high: int, of: int = most) -> int:
+        granule = math.lcm(granules.get(name, 1), of)
+        return granule * int(rng.integers(-(-low // granule), max(low, high) // granule + 2))
+
+    heads = most * int(rng.integers(1, 3))
+    return trial.tiny(
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=int(rng.choice([most // 2, most])),
+        hidden_size=shared("hidden_size", 40, 72, of=heads),
+        intermediate_size=shared("intermediate_size", 50, 110),
+        vocab_size=shared("vocab_size", 150, 260),
+    )
+
+
+def _params(trial: Trial, i: int) -> dict[str, Any]:
+    """Greedy ones and drawn ones, the last without a seed: ranks must agree all the same."""
+    params: dict[str, Any] = {"max_new_tokens": int(trial.rng.integers(8, 20)), "ignore_eos": True}
+    if i % 2 or i == REQUESTS - 1:
+        params["temperature"] = 1.0
+    if i % 2:
+        params["seed"] = int(trial.rng.integers(2**40))
+    return params
+
+
+def _ask(
+    engine: EngineProcess, score: list[int], prompts: list[list[int]], params: list[dict[str, Any]]
+) -> Heard:
+    """The ranks' stats are compared at each call of stats, their ids at each submit (host.py)."""
+    heard = Heard(engine.score(score, range(len(score))))
+    heard.ids = [engine.submit(*case) for case in zip(prompts, params, strict=True)]
+    given_up = engine.submit(prompts[0], params[0])
+    for _ in range(3):
+        heard.results += engine.step()
+        engine.stats()
+    engine.cancel(given_up)
+    heard.results += engine.finish()
+    engine.stats()
+    return heard
+
+
+def _same(
+    trial: Trial,
+    case: str,
+    got: list[StepResult],
+    alone: list[StepResult],
+    params: dict[str, Any],
+) -> None:
+    """The tokens of one rank, where float32 makes them certain and nothing is left to chance."""
+    seeded = "seed" in params or "temperature" not in params
+    if not (trial.exact_text and seeded):
+        return
+    trial.findings.case()
+    pairs = zip([r.token for r in got], [r.token for r in alone], strict=False)
+    where = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if where is not None or len(got) != len(alone):
+        detail = f"{len(got)} tokens, not the {len(alone)} of one rank (same seed)"
+        trial.findings.fail(case, detail, position=where)
+
+
+def _lose(trial: Trial, checkpoint: Path, prompt: list[int], settings: dict[str, Any]) -> None:
+    """Kill the last rank while it decodes; the next step must raise, in words, and soon."""
+    last = settings["world"] - 1
+    with trial.candidate(checkpoint, **settings) as engine:
+        engine.submit(prompt, {"max_new_tokens": 60, "ignore_eos": True})
+        for _ in range(4):
+            engine.step()
+        engine.rank(last).kill()
+        killed = time.monotonic()
+        trial.findings.case()
+        said = "no error came, and steps went on"
+        try:
+            while time.monotonic() < killed + LOST_S:
+                engine.step()
+        except EngineError:
+            said = ""
+        except EngineDied as error:
+            said = f"no error of the engine's own came, it had to be ended ({error})"
+        seconds = time.monotonic() - killed
+        if said or seconds > LOST_S:
+            trial.findings.fail(
+                f"rank {last} killed", f"{said or 'an error came'}: {seconds:.0f} s"
+            )
+        engine.kill()
