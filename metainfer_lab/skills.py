@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from metainfer_lab.errors import InputError
-from metainfer_lab.paths import SKILLS
+from metainfer_lab.paths import MODELS, SKILLS
 from metainfer_lab.spec import Spec, explain
 
 LAYERS = ("0-general", "1-family", "2-model", "3-deployment", "failures")
@@ -64,12 +64,9 @@ class Skill(BaseModel):
 def traits(spec: Spec) -> dict[str, str]:
     """What of a spec decides which skills and phases it has, as words."""
     from metainfer_lab.model import ModelDims
-    from metainfer_lab.paths import MODELS
 
-    local = Path(spec.checkpoint.source) / "config.json"
-    shipped = MODELS / spec.model / "config.json"
     return {
-        "family": ModelDims.from_config(shipped if shipped.is_file() else local).family,
+        "family": ModelDims.from_config(config_of(spec)).family,
         "model": spec.model,
         "device": "cpu" if spec.hardware == "cpu" else "gpu",
         "hardware": spec.hardware,
@@ -77,6 +74,12 @@ def traits(spec: Spec) -> dict[str, str]:
         "tp": str(spec.parallel.tp),
         "speculative": spec.capabilities.speculative,
     }
+
+
+def config_of(spec: Spec) -> Path:
+    """The config.json of a spec's model: of one that ships, else of its checkpoint's folder."""
+    shipped = MODELS / spec.model / "config.json"
+    return shipped if shipped.is_file() else Path(spec.checkpoint.source) / "config.json"
 
 
 def parse(path: Path) -> Skill:

@@ -152,6 +152,7 @@ def test_a_bad_request_stops_the_run_and_a_later_call_goes_on():
         (use(EDITOR, command="create", path="big.py", file_text="x" * 300_000), "too large"),
         (use("run_gate", gates=["honesty"]), "no gate 'honesty'"),
         (use("run_gate", gates="logits"), "gates"),
+        (use("inspect_kernel", target="sm_80"), "sm_90a"),
         (use("read_skill", name="../../spec"), "no skill"),
         (use("edit_gate", name="logits"), "no tool"),
         (use("submit_phase", passed=True), "passed"),

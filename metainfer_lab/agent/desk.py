@@ -41,7 +41,8 @@ the sources of libraries that contain models.
    from `engine/` becomes a `create` call (a file that is gone a `remove_file` call), then
    `run_gate`, then `submit_phase`. Options: `--text "..."` (what you want to say), `--gate NAME`
    (again for more), `--bash "command"` (runs in the sandbox on the changed files, before the
-   gates), `--skill NAME`, `--measure`, `--submit`, `--no-files`.
+   gates), `--skill NAME`, `--inspect [KERNEL ...] --target sm_100a` (for a GPU), `--measure`,
+   `--submit`, `--no-files`.
 4. Wait for the next `request-NNNN.md`: `python3 reply.py --wait` returns when it is there. A
    reply that cannot be taken is answered by `reply-NNNN.error.txt`; write it again.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from metainfer_lab.agent import run as runs
 from metainfer_lab.agent.budget import Budget, BudgetSpent
+from metainfer_lab.agent.inspector import inspected
 from metainfer_lab.agent.loop import Loop, Stopped
 from metainfer_lab.agent.overlap import overlaps
 from metainfer_lab.agent.phases import phases as phases_of
@@ -21,7 +22,7 @@ from metainfer_lab.agent.tools import Judge, Tools, measured, real_judge
 from metainfer_lab.agent.transcript import FILE, Transcript
 from metainfer_lab.errors import InputError
 from metainfer_lab.paths import write_atomic
-from metainfer_lab.skills import Role, load_skills
+from metainfer_lab.skills import Role, config_of, load_skills
 from metainfer_lab.spec import Spec
 
 if TYPE_CHECKING:
@@ -167,6 +168,7 @@ def tools_of(spec: Spec, home: Path, judge: Judge, say: Callable[[str], None]) -
         verdicts=home / "verdicts",
         skills=load_skills(),
         judge=judge,
+        inspect=lambda engine, *asked: inspected(engine, config_of(spec), *asked),
         measure=measured,
         say=say,
         checkpoint=lambda: checkpoint_of(spec),

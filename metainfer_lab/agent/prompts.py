@@ -30,6 +30,7 @@ Rules
   torch, triton, safetensors and numpy, and `import engine` finds the engine; write to $TMPDIR;
   each call is a new shell, of two minutes at most. The checkpoint's folder is $CHECKPOINT. Use it
   to try the code, to measure, to look at torch's signatures.
+- inspect_kernel says what the compiler made of a kernel for H200 or B200; no GPU is needed.
 - run_gate runs gates on the engine as it stands; it costs no attempt. submit_phase runs those of
   the phase and of all earlier ones; it must be the last call of a reply.
 - Several tool calls in one reply are carried out in order: write all files, run the gates and

@@ -59,6 +59,8 @@ def blocks(options):
     content += [tool("read_skill", name=name) for name in options.skill]
     content += [tool("bash", command=command) for command in options.bash]
     content += [tool("run_gate", gates=options.gate)] if options.gate else []
+    if options.inspect is not None:
+        content.append(tool("inspect_kernel", kernels=options.inspect, target=options.target))
     content += [tool("measure")] if options.measure else []
     if options.review:
         findings = json.loads(Path(options.review).read_text())
@@ -79,6 +81,8 @@ def main():
     for name in ("text", "review", "propose"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--ratio", type=float, default=1.0)
+    parser.add_argument("--inspect", nargs="*")
+    parser.add_argument("--target", default="sm_90a")
     options = parser.parse_args()
     number = newest()
     reply = HERE / f"reply-{number:04d}.json"

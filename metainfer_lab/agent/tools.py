@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -57,6 +57,14 @@ class RunGate(_Input):
     gates: list[str] = Field(min_length=1)
 
 
+class InspectKernel(_Input):
+    """What the compiler made of kernels for a GPU, without one: registers, occupancy, the inner
+    loop's instructions and cost. inspection.py declares them (skill kernel-inspection)."""
+
+    kernels: list[str] = []
+    target: Literal["sm_90a", "sm_100a"] = "sm_90a"
+
+
 class Measure(_Input):
     """Decode speed of the engine as it stands, beside its baseline, in tokens per second."""
 
@@ -84,6 +92,7 @@ INPUTS: dict[Role, dict[str, type[_Input]]] = {
         REMOVE: RemoveFile,
         "read_skill": ReadSkill,
         "run_gate": RunGate,
+        "inspect_kernel": InspectKernel,
         "measure": Measure,
         SUBMIT: SubmitPhase,
     },
@@ -95,11 +104,15 @@ def definitions(role: Role = "implementer") -> list[dict[str, Any]]:
     """A role's tools as the Messages API takes them, in a fixed order (the prompt cache needs
     one)."""
     own = [
-        {"name": name, "description": model.__doc__, "input_schema": _schema(model)}
+        {"name": name, "description": _said(model), "input_schema": _schema(model)}
         for name, model in INPUTS[role].items()
     ]
     shell = [{"type": "bash_20250124", "name": "bash"}] if role == "implementer" else []
     return [{"type": "text_editor_20250728", "name": EDITOR}, *shell, *own]
+
+
+def _said(model: type[BaseModel]) -> str:
+    return " ".join((model.__doc__ or "").split())
 
 
 def _schema(model: type[BaseModel]) -> dict[str, Any]:
@@ -131,13 +144,15 @@ class Tools:
     """The tools bound to one run's folders.
 
     engine: the folder that is written; verdicts: where verdicts are stored; skills: those that may
-    be read; judge: the gates; checkpoint: fetches the folder that bash may read; names: to scrub.
+    be read; judge: the gates; inspect, measure: reports on the engine; checkpoint: fetches the
+    folder that bash may read; names: to scrub.
     """
 
     engine: Path
     verdicts: Path
     skills: dict[str, Skill]
     judge: Judge
+    inspect: Callable[[Path, Sequence[str], str], str]
     measure: Callable[[Path], str]
     say: Callable[[str], None]
     checkpoint: Callable[[], Path]
@@ -174,6 +189,8 @@ class Tools:
                 return self._read_skill(skill)
             case RunGate(gates=gates):
                 return self._run_gates(gates)
+            case InspectKernel(kernels=kernels, target=target):
+                return Result(self.inspect(self.engine, kernels, target))
             case SubmitPhase():
                 return self._judged(list(phase.all_gates), submission=True)
             case SubmitReview(findings=findings):

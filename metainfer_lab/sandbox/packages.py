@@ -26,15 +26,21 @@ def interpreter() -> Path:
 
 @cache
 def allowed_packages() -> dict[str, Path]:
-    """Name on the module path -> real path, for the allowed distributions and all they require."""
+    """`package_paths` of what an engine may import."""
+    found = package_paths(ALLOWED)
+    if "torch" not in found:
+        raise InputError("sandbox: torch is not installed with a RECORD of its files; use pip")
+    return found
+
+
+def package_paths(names: Iterable[str]) -> dict[str, Path]:
+    """Name on the module path -> real path, for distributions and all that they require."""
     found: dict[str, Path] = {}
-    for distribution in _closure(ALLOWED):
+    for distribution in _closure(names):
         for name in {Path(file).parts[0] for file in distribution.files or []}:
             path = Path(str(distribution.locate_file(name)))
             if name not in {"..", "__pycache__"} and path.exists():
                 found[name] = path.resolve()
-    if "torch" not in found:
-        raise InputError("sandbox: torch is not installed with a RECORD of its files; use pip")
     return found
 
 
