@@ -102,7 +102,7 @@ def verify(
         tree=tree,
         spec=spec.id,
         device=trial.device,
-        sandbox=trial.level,
+        sandbox=trial.level + ", sockets open" * trial.sockets,
         checkpoint=spec.checkpoint.source,
         gates=verdicts,
         passed=all(verdict.status != "fail" for verdict in verdicts),

@@ -45,6 +45,7 @@ class Trial:
     rng: np.random.Generator = field(default_factory=np.random.default_rng)
     findings: Findings = field(default_factory=Findings)
     level: str = "none"
+    sockets: bool = False
     _living: int = 0
     _open: ExitStack = field(default_factory=ExitStack)
     _oracle: Oracle | None = None
@@ -149,6 +150,7 @@ class Trial:
             **settings,
         )
         self.level = process.level
+        self.sockets |= process.sockets
         self._living += 1
         try:
             with process:
@@ -171,7 +173,7 @@ class Trial:
     def _oracles(self) -> Oracle:
         assert not self._living, "the oracle speaks after the candidate has ended"
         if self._oracle is None:
-            self._oracle = Oracle().__enter__()
+            self._oracle = self._open.enter_context(Oracle())
         return self._oracle
 
     def ask(self, checkpoint: Path, depth: Depth = "tiny") -> Ask:
@@ -184,11 +186,8 @@ class Trial:
         return partial(fixed_truth, self.oracle(checkpoint), self.activations, depth, per_token)
 
     def end(self) -> None:
-        """End the oracle's process and the nursery."""
+        """End the nursery's process, and the oracle's if it was started here."""
         self._open.close()
-        oracle, self._oracle = self._oracle, None
-        if oracle is not None:
-            oracle.__exit__(None, None, None)
 
     def _is_tiny(self, checkpoint: Path | None) -> bool:
         # A second thread gains nothing there, and on a busy machine each product waits for it.
