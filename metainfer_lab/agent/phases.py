@@ -64,7 +64,7 @@ def _has_goals(spec: Spec, known: dict[str, str]) -> bool:
 TEMPLATES = (
     _Template(
         "operators",
-        "each operator alone: its naive form and, on a GPU, its kernel",
+        "load(), and each operator alone: its naive form and, on a GPU, its kernel",
         ("operators",),
         _many_operators,
     ),

@@ -26,7 +26,10 @@ EDITOR, REMOVE, SUBMIT = "str_replace_based_edit_tool", "remove_file", "submit_p
 REVIEW, PROPOSE = "submit_review", "propose"
 ENDINGS = (SUBMIT, REVIEW, PROPOSE)  # calls that end a reply
 BASH_SECONDS = 120
-NOT_JUDGED = "A gate could not judge here and now; this was no attempt. Submit again."
+NOT_JUDGED = (
+    "A gate could not judge, for the reason that it gives; this was no attempt. Mend what it "
+    "names in the engine, or submit again where the reason is the machine's."
+)
 # `import engine` must find the folder by that name, whatever its parent lets us see
 BASH_SETUP = """\
 export CHECKPOINT='{checkpoint}'
