@@ -72,6 +72,7 @@ def traits(spec: Spec) -> dict[str, str]:
         "hardware": spec.hardware,
         "weights": spec.precision.weights,
         "tp": str(spec.parallel.tp),
+        "prefix_cache": str(spec.capabilities.prefix_cache).lower(),
         "speculative": spec.capabilities.speculative,
     }
 
