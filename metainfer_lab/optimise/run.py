@@ -1,0 +1,311 @@
+"""`optimise`: make a right engine faster, or go on with a run that was interrupted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel
+
+from metainfer_lab.agent import run as runs
+from metainfer_lab.agent.budget import Budget, BudgetSpent
+from metainfer_lab.agent.desk import mirror
+from metainfer_lab.agent.generation import (
+    EFFORT,
+    MODEL,
+    NOT_STATED,
+    finish,
+    new_run,
+    say_plainly,
+    tools_of,
+)
+from metainfer_lab.agent.loop import Stopped, rebuild
+from metainfer_lab.agent.providers import FileTransport, NoTransport, client
+from metainfer_lab.agent.replay import Report
+from metainfer_lab.agent.run import Run, RunInfo
+from metainfer_lab.agent.tools import Judge, real_judge
+from metainfer_lab.agent.transcript import FILE, Transcript
+from metainfer_lab.engine import Engine
+from metainfer_lab.engine.manifest import EngineManifest
+from metainfer_lab.errors import InputError
+from metainfer_lab.optimise import search
+from metainfer_lab.optimise.bench import Bench, RealBench
+from metainfer_lab.optimise.desk import OneProposal, OptimiserDesk
+from metainfer_lab.optimise.loop import LEDGER, Search, read_rows
+from metainfer_lab.optimise.records import Proposal, Settings, workloads_of
+from metainfer_lab.optimise.tools import OptimiserTools
+from metainfer_lab.paths import tree_hash, write_atomic
+from metainfer_lab.spec import Spec
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Provider = Literal["replay", "file", "anthropic", "external"]
+SETTINGS = "settings.json"
+
+
+class Outcome(BaseModel):
+    """What `optimise --json` prints. ratio, ratio_lo, ratio_hi: the last tree over the start, from
+    the final measurement; None before that, or where nothing was kept."""
+
+    id: str
+    spec: str
+    passed: bool
+    status: str
+    reason: str | None
+    provider: str
+    attempts: int
+    keeps: int
+    by_status: dict[str, int]
+    best: str | None
+    ratio: float | None
+    ratio_lo: float | None
+    ratio_hi: float | None
+    divergences: int
+    lines_of_code: int
+    cost_usd: float | None
+    seconds: float
+    tree: str
+
+
+class Optimisation(Run):
+    """A run that makes an engine faster: a run's folder with settings, ledger, diffs, raw files."""
+
+    @property
+    def settings(self) -> Settings:
+        """What the run is held to."""
+        return Settings.model_validate_json((self.folder / SETTINGS).read_text())
+
+    @property
+    def rows(self) -> list[search.Row]:
+        """The ledger's rows, nulls as None."""
+        return read_rows(self.folder / LEDGER)
+
+    @property
+    def ledger(self) -> pd.DataFrame:
+        """The ledger as it stands."""
+        from metainfer_lab.bench import ledger
+
+        return ledger.read(self.folder / LEDGER)
+
+    def outcome(self) -> Outcome:
+        """Attempts, keeps, the whole gain with its interval."""
+        rows, facts = self.rows, self.summary()
+        tried = search.attempts(rows)
+        last = rows[-1] if rows and rows[-1]["id"] == search.FINAL else {}
+        kinds = [row["status"] for row in tried]
+        return Outcome(
+            attempts=len(tried),
+            keeps=kinds.count("keep"),
+            by_status={kind: kinds.count(kind) for kind in sorted(set(kinds))},
+            best=search.best(rows) if rows else None,
+            **{name: last.get(name) for name in ("ratio", "ratio_lo", "ratio_hi")},
+            **facts.model_dump(include=set(Outcome.model_fields) - {"attempts"}),
+        )
+
+    def replay(self, rows: Sequence[str] | None = None, **options: Any) -> Report:
+        """Follow the record again: trees, decisions, and the gates of `rows` (all keeps: None)."""
+        from metainfer_lab.optimise.replay import replay
+
+        self.report = replay(self, rows, **options)
+        return self.report
+
+    def model_dump_json(self, indent: int | None = None) -> str:
+        """The outcome as JSON."""
+        return self.outcome().model_dump_json(indent=indent)
+
+    def __str__(self) -> str:
+        facts = self.outcome()
+        counts = ", ".join(f"{count} {kind}" for kind, count in facts.by_status.items())
+        text = f"optimisation {facts.id}: {facts.status}, {facts.attempts} attempts ({counts})"
+        if facts.ratio:
+            text += f", {facts.ratio:.3f} ({facts.ratio_lo:.3f}..{facts.ratio_hi:.3f}) of the start"
+        return f"{text}\n{facts.reason}" if facts.reason else text
+
+
+def optimise(
+    engine: Spec | Path | str,
+    provider: Provider = "replay",
+    *,
+    folder: str | Path | None = None,
+    propose: Proposal | None = None,
+    rows: Sequence[str] | None = None,
+    run_id: str | None = None,
+    fresh: bool = False,
+    model: str = MODEL,
+    effort: str | None = EFFORT,
+    budget_usd: float | None = None,
+    turns: int = 1000,
+    wall_s: float | None = None,
+    tokens: int | None = None,
+    on_event: Callable[[str], None] = say_plainly,
+    judge: Judge | None = None,
+    bench: Bench | None = None,
+    connection: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Optimisation:
+    """Make an engine faster without making it wrong; what is given is copied, never changed.
+
+    engine: a spec (id or object), an engine's folder, or for `replay` a run's id. provider: `file`
+    waits in `folder` for an author's proposals; `anthropic` asks the API (needs a key and
+    budget_usd); `external` judges one `propose` of the folder `engine` as an agent left it;
+    `replay` follows a record, with the gates of `rows` for real (all keeps when None). An
+    unfinished run of this engine and provider is gone on with, unless `fresh`. settings: fields of
+    `Settings` (threshold, guard, attempts, patience, blocks, ...), for a new run.
+    """
+    if provider == "replay":
+        run = recorded(run_id or str(engine.id if isinstance(engine, Spec) else engine))
+        run.replay(rows, on_event=on_event, judge=judge)
+        return run
+    opened = Engine.open(engine)
+    home = _home(opened, provider, run_id, fresh, budget_usd, settings, model, effort)
+    with runs.locked(home):
+        budget = Budget(turns=turns, wall_s=wall_s, tokens=tokens, usd=budget_usd)
+        loop = _loop(opened, home, budget, judge, bench, on_event)
+        if provider == "external":
+            return _one_proposal(loop, propose)
+        loop.client = _client(provider, loop, folder, connection or {})
+        finish(loop, home)
+    return Optimisation(home)
+
+
+def recorded(name: str) -> Optimisation:
+    """An optimisation by its id, or the latest one of a spec."""
+    known = [run for run in runs.runs() if run.info.kind == "optimisation"]
+    found = [run for run in known if name in (run.id, run.info.spec)]
+    if not found:
+        there = ", ".join(run.id for run in known) or "none yet"
+        raise InputError(f"optimise: {name} has no recorded optimisation; there are: {there}")
+    return Optimisation(found[-1].folder)
+
+
+def _home(
+    engine: Engine,
+    provider: Provider,
+    run_id: str | None,
+    fresh: bool,
+    usd: float | None,
+    settings: dict[str, Any],
+    model: str,
+    effort: str | None,
+) -> Path:
+    """The folder of the run to go on with, or of a new one."""
+    if provider == "anthropic" and (usd is None or not os.environ.get("ANTHROPIC_API_KEY")):
+        raise InputError("provider anthropic: needs ANTHROPIC_API_KEY and budget_usd")
+    spec = engine.spec
+    known = [run for run in runs.runs(spec.id) if _goes_on(run, provider, run_id)]
+    if known and not fresh:
+        if settings:
+            raise InputError(f"{min(settings)}: run {known[-1].id} goes on as it began; use fresh")
+        return known[-1].folder
+    name = run_id or runs.next_id(spec.id, "o")
+    chosen = _settings(engine, settings)
+    home = new_run(spec, provider, name, model=model, effort=effort, kind="optimisation")
+    write_atomic(home / SETTINGS, chosen.model_dump_json(indent=1) + "\n")
+    return home
+
+
+def _goes_on(run: Run, provider: str, run_id: str | None) -> bool:
+    here = run.folder.parent == runs.LOCAL_RUNS and (run.folder / SETTINGS).is_file()
+    same: RunInfo = run.info
+    unfinished = same.kind == "optimisation" and same.status != "passed"
+    return here and unfinished and same.provider == provider and run_id in (None, run.id)
+
+
+def _settings(engine: Engine, given: dict[str, Any]) -> Settings:
+    from pydantic import ValidationError
+
+    from metainfer_lab.spec import explain
+
+    start = {
+        "start_run": EngineManifest.read(engine.folder).run,
+        "start_tree": tree_hash(engine.folder),
+    }
+    try:
+        return Settings(**{"workloads": workloads_of(engine.spec)} | given | start)
+    except ValidationError as error:
+        raise InputError(f"settings: {explain(error)}") from None
+
+
+def _loop(
+    engine: Engine,
+    home: Path,
+    budget: Budget,
+    judge: Judge | None,
+    bench: Bench | None,
+    say: Callable[[str], None],
+) -> Search:
+    info, spec = RunInfo.model_validate_json((home / "run.json").read_text()), engine.spec
+    tools = tools_of(spec, home, judge or real_judge(spec), say)
+    return Search(
+        spec=spec,
+        run_id=info.id,
+        phases=(),
+        transcript=Transcript(home / FILE, writable=True),
+        tools=OptimiserTools(**vars(tools), diffs=home / "diffs"),
+        client=client(NoTransport()),
+        model=info.model or NOT_STATED,
+        effort=info.effort,
+        budget=budget,
+        say=say,
+        paid=info.provider == "anthropic",
+        settings=Settings.model_validate_json((home / SETTINGS).read_text()),
+        bench=bench or RealBench(spec),
+        home=home,
+        source=engine.folder,
+    )
+
+
+def _client(
+    provider: Provider, loop: Search, folder: str | Path | None, connection: dict[str, Any]
+) -> Any:
+    if provider == "anthropic":
+        from anthropic import Anthropic
+
+        return Anthropic(**connection)
+    if folder is None:
+        raise InputError("folder: provider file needs the folder where the author answers")
+    desk = OptimiserDesk(
+        folder=Path(folder).resolve(),
+        spec=loop.spec,
+        run_id=loop.run_id,
+        engine=loop.tools.engine,
+        checkpoint=loop.tools.checkpoint,
+        home=loop.home,
+        attempt=lambda: loop.transcript.lines[-1].phase,
+    )
+    loop.closing.append(desk.close)
+    # the first reply of the record is the start's files, which nobody was asked for
+    replies = lambda: len(loop.transcript.replies()) - 1  # noqa: E731
+    return client(FileTransport(desk.folder, replies, desk.refresh))
+
+
+def _one_proposal(loop: Search, proposal: Proposal | None) -> Optimisation:
+    """Judge an agent's folder as it stands; without a proposal, measure the start alone.
+
+    Beside the folder, `next` holds the tree that the next attempt begins with.
+    """
+    theirs, run = loop.source, Optimisation(loop.home)
+    if (loop.transcript.last is None) != (proposal is None):
+        text = "measure the start first" if proposal else "say what was changed (--propose)"
+        raise InputError(f"optimise {theirs}: {text}")
+    rebuild(loop.transcript.lines, loop.tools.engine)
+    done, author = len(loop.rows()), None
+    if proposal is not None:
+        author = OneProposal(loop.tools.engine, theirs, loop.run_id, proposal)
+        loop.client = client(author)
+    try:
+        while not loop.waits or (author and not author.asked and len(loop.rows()) == done):
+            if not loop.step():
+                run.info.status = "passed"
+                break
+    except (Stopped, BudgetSpent) as end:
+        run.info.status, run.info.reason = "stopped", str(end)
+    run.info.tree = loop.transcript.lines[-1].tree
+    runs.save(loop.home, run.info)
+    if author and len(loop.rows()) == done:
+        raise InputError(f"optimise {theirs}: not judged: {loop.transcript.lines[-1].blocks[-1]}")
+    mirror(loop.tools.engine, theirs.parent / "next")
+    return Optimisation(loop.home)
