@@ -16,6 +16,7 @@ _HOMES = {
     "doctor": "doctor",
     "Engine": "engine",
     "verify": "gates",
+    "audit": "gates.audit",
     "bench": "bench",
     "Run": "agent",
     "generate": "agent",

@@ -2,100 +2,182 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
-
 from metainfer_lab.errors import InputError
-from metainfer_lab.gates import GATES, Verdict, verify
-from metainfer_lab.gates.mutants import Mutant
-from metainfer_lab.spec import Spec
+from metainfer_lab.gates import GATES
+from metainfer_lab.gates.mutants import Mutant, catalogue
+from metainfer_lab.gates.verdict import Record
+from metainfer_lab.gates.worker import Killed, RightEngine, Worker, right_engines
+from metainfer_lab.paths import ENGINES, RESULTS, tree_hash, write_atomic
 
+RECORD = RESULTS / "audit.json"
 UNAUDITED = frozenset({"speed"})  # what it asks depends on the machine
+WORKERS = 2
 
 
-class Killed(BaseModel):
-    """What became of one wrong engine: its reason by gate, for each gate that failed it."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    name: str
-    description: str
-    by: dict[str, str]
-
-
-class Audit(BaseModel):
-    """The kill matrix. gates: kills by gate; only: mutants that one gate alone kills, by gate."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class Audit(Record):
+    """The kill matrix. gates: kills by gate; only: mutants and fakes that one gate alone kills, by
+    gate; flaws: deaths that prove nothing, and why; versions, trees: what was judged, and on what;
+    whole: nothing was left out."""
 
     mutants: list[Killed]
     fakes: list[Killed]
     survivors: list[str]
+    flaws: dict[str, str]
     right_engines: dict[str, bool]
     gates: dict[str, int]
     only: dict[str, list[str]]
+    versions: dict[str, int]
+    trees: dict[str, str]
+    whole: bool
+    passed: bool
+    seconds: float
+    created: str
+
+    @classmethod
+    def recorded(cls) -> Audit:
+        """The last whole audit that was published."""
+        if not RECORD.is_file():
+            raise InputError(
+                f"audit: {RECORD} is not there; `metainfer-lab audit --record` makes it"
+            )
+        return cls.model_validate_json(RECORD.read_text())
+
+    def record(self) -> Path:
+        """Publish it. InputError unless it is whole."""
+        if not self.whole:
+            raise InputError("audit: only a whole one is recorded; leave out families and names")
+        write_atomic(RECORD, self.model_dump_json(indent=1) + "\n")
+        return RECORD
 
     @property
-    def passed(self) -> bool:
-        """No survivor, no right engine refused, no gate that kills nothing."""
-        return not self.survivors and all(self.right_engines.values()) and all(self.gates.values())
+    def earlier(self) -> list[str]:
+        """Gates and engines that have changed since."""
+        gates = [name for name, gate in GATES.items() if name not in UNAUDITED]
+        moved = [name for name in gates if self.versions.get(name) != GATES[name].version]
+        return moved + [n for n, tree in self.trees.items() if tree != _tree(n)]
 
     def __str__(self) -> str:
-        lines = [
+        dead = len(self.mutants) + len(self.fakes) - len(self.survivors)
+        head = f"{dead} dead of {dead + len(self.survivors)} in {self.seconds:.0f} s: "
+        lines = [head + ("passed" if self.passed else "FAILED")]
+        lines += [f"earlier version of {', '.join(self.earlier)}"] if self.earlier else []
+        lines += [f"LIVES: {name}" for name in self.survivors]
+        lines += [f"DOES NOT COUNT: {name}: {why}" for name, why in self.flaws.items()]
+        lines += [
             f"{gate}: {kills} killed, {len(self.only[gate])} by it alone"
             for gate, kills in self.gates.items()
         ]
-        lines += [
-            f"right engine {n}: {'pass' if ok else 'FAIL'}" for n, ok in self.right_engines.items()
-        ]
-        dead = len(self.mutants) + len(self.fakes) - len(self.survivors)
-        return "\n".join([f"{dead} dead, survivors: {self.survivors or 'none'}", *lines])
+        engines = self.right_engines.items()
+        return "\n".join([*lines, *(f"{n}: {'pass' if ok else 'FAIL'}" for n, ok in engines)])
 
 
 def audit(
-    mutants: Sequence[Mutant],
-    fakes: Sequence[Mutant],
-    right: Mapping[str, tuple[Path, Spec]],
+    family: str | None = None,
     *,
+    names: Sequence[str] | None = None,
     gates: Sequence[str] | None = None,
     on_kill: Callable[[Killed], None] | None = None,
 ) -> Audit:
-    """Run every gate on every wrong engine, and on the right ones (name -> folder, spec).
+    """Every gate on every wrong engine and on the right ones, two engines at a time.
 
-    Takes about half a minute an engine on two free cores.
+    family: mutants and fakes of one family (a file name of data/mutants) instead of all; names: of
+    mutants and fakes, without right engines. Parts of the matrix fail for survivors and flaws
+    alone; the whole also if a gate kills nothing, or nothing that others do not kill.
     """
-    asked = [name for name in gates or GATES if name not in UNAUDITED]
-    if not asked:
-        raise InputError("audit: no gate left to audit; speed is not audited")
-    rows = {kind: [] for kind in ("mutants", "fakes")}
-    for kind, wrong in (("mutants", mutants), ("fakes", fakes)):
-        for mutant in wrong:
-            rows[kind].append(_killed(mutant, asked))
-            if on_kill is not None:
-                on_kill(rows[kind][-1])
-    every = [*rows["mutants"], *rows["fakes"]]
+    started = time.monotonic()
+    asked = _asked(gates)
+    mutants, fakes = _chosen(catalogue("mutants", family), catalogue("fakes", family), names)
+    right = right_engines(family) if names is None else []
+    rows, passes = _judged([*mutants, *fakes], right, asked, on_kill)
+    every = [*rows.values()]
+    only = {gate: [row.name for row in every if [*row.by] == [gate]] for gate in asked}
+    kills = {gate: sum(gate in row.by for row in every) for gate in asked}
+    survivors = [row.name for row in every if not row.by]
+    flaws = {row.name: row.flaw for row in every if row.by and row.flaw}
+    whole = family is None and names is None and len(asked) == len(GATES) - len(UNAUDITED)
+    sound = not survivors and not flaws and all(passes.values())
+    engines = {mutant.engine for mutant in (*mutants, *fakes)} | {one.engine for one in right}
     return Audit(
-        **rows,
-        survivors=[row.name for row in every if not row.by],
-        right_engines={n: verify(f, spec=s, gates=asked).passed for n, (f, s) in right.items()},
-        gates={gate: sum(gate in row.by for row in every) for gate in asked},
-        only={gate: [row.name for row in every if [*row.by] == [gate]] for gate in asked},
+        mutants=[rows[mutant.key] for mutant in mutants],
+        fakes=[rows[fake.key] for fake in fakes],
+        survivors=survivors,
+        flaws=flaws,
+        right_engines=passes,
+        gates=kills,
+        only=only,
+        versions={gate: GATES[gate].version for gate in asked},
+        trees={name: _tree(name) for name in sorted(engines)},
+        whole=whole,
+        passed=sound and (not whole or all(only.values())),
+        seconds=round(time.monotonic() - started, 1),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
 
-def _killed(mutant: Mutant, gates: Sequence[str]) -> Killed:
-    with tempfile.TemporaryDirectory(prefix="metainfer-mutant-") as work:
-        folder = mutant.apply(Path(work).resolve() / mutant.name)
-        verdict = verify(folder, spec=_spec(mutant), gates=gates)
-    return Killed(name=mutant.name, description=mutant.description, by=_reasons(verdict))
+def _asked(gates: Sequence[str] | None) -> list[str]:
+    unknown = sorted(set(gates or ()) - GATES.keys())
+    if unknown:
+        raise InputError(f"gates: {', '.join(unknown)} unknown; known are {', '.join(GATES)}")
+    asked = [name for name in gates or GATES if name not in UNAUDITED]
+    if not asked:
+        raise InputError("gates: none left to audit; speed is not audited")
+    return asked
 
 
-def _spec(mutant: Mutant) -> Spec:
-    return Spec.load(mutant.spec or "qwen3-tiny-cpu")
+def _chosen(
+    mutants: list[Mutant], fakes: list[Mutant], names: Sequence[str] | None
+) -> tuple[list[Mutant], list[Mutant]]:
+    if names is None:
+        return mutants, fakes
+    unknown = sorted(set(names) - {one.name for one in (*mutants, *fakes)})
+    if unknown:
+        raise InputError(f"names: {', '.join(unknown)} is no mutant or fake of data/")
+    wanted = [[one for one in some if one.name in names] for some in (mutants, fakes)]
+    return wanted[0], wanted[1]
 
 
-def _reasons(verdict: Verdict) -> dict[str, str]:
-    return {gate.gate: gate.reason for gate in verdict.gates if gate.status == "fail"}
+def _judged(
+    wrong: Sequence[Mutant],
+    right: Sequence[RightEngine],
+    gates: Sequence[str],
+    on_kill: Callable[[Killed], None] | None,
+) -> tuple[dict[str, Killed], dict[str, bool]]:
+    """Rows by key, and whether each right engine passed."""
+    rows: dict[str, Killed] = {}
+    passes: dict[str, bool] = {}
+    for one, found in _work([*right, *wrong], gates):
+        if isinstance(found, bool):
+            passes[one.key] = found
+            continue
+        rows[one.key] = found
+        if on_kill is not None:
+            on_kill(found)
+    return rows, passes
+
+
+def _work(
+    tasks: Sequence[Mutant | RightEngine], gates: Sequence[str]
+) -> Iterator[tuple[Mutant | RightEngine, Killed | bool]]:
+    """What became of each task, as it becomes known. Leaving the loop ends the workers."""
+    context = multiprocessing.get_context("spawn")
+    asked = [(one, [*gates]) for one in tasks]
+    with context.Pool(min(WORKERS, len(tasks)), Worker.begin) as pool:
+        yield from pool.imap_unordered(_do, asked)
+
+
+def _do(task: tuple[Mutant | RightEngine, list[str]]) -> tuple[Mutant | RightEngine, Killed | bool]:
+    one, gates = task
+    worker = Worker.current()
+    if isinstance(one, RightEngine):
+        return one, worker.verify(one.folder, one.spec, gates).passed
+    return one, worker.judge(one, gates)
+
+
+def _tree(engine: str) -> str:
+    return tree_hash(ENGINES / engine)

@@ -1,0 +1,174 @@
+"""The audit: a fixed sample of wrong engines dies, each with a witness; what the matrix says of it.
+
+Slow: the sample starts an oracle and a few dozen candidates, about 40 s on a free machine.
+"""
+
+import random
+import re
+import secrets
+
+import pytest
+from pydantic import ValidationError
+from typer.testing import CliRunner
+
+import metainfer_lab as lab
+from metainfer_lab import cli
+from metainfer_lab.errors import InputError
+from metainfer_lab.gates import GATES
+from metainfer_lab.gates import audit as room
+from metainfer_lab.gates.audit import Audit, audit
+from metainfer_lab.gates.mutants import Mutant, catalogue, families
+from metainfer_lab.gates.witness import Witness
+from metainfer_lab.gates.worker import Killed, Worker
+from metainfer_lab.paths import ENGINES
+
+WRONG = {one.key: one for kind in ("mutants", "fakes") for one in catalogue(kind)}
+# Wrong engine -> the gate that must kill it, and what its words must say.
+SAMPLE = {
+    "qwen3-reference/rope-interleaved": ("logits", "layer 0 attention"),
+    "qwen3-reference/cancel-keeps-cache": ("batching", "cache_bytes_used"),
+    "qwen3-reference/nan-temperature-accepted": ("limits", "temperature|logit_bias"),
+    "qwen3-reference/top-k-one-more": ("sampling", "top_k|probability is 0"),
+    "qwen3-reference/goes-on-after-stop": ("decode", "stop"),
+    "qwen3-reference/loader-fills-missing": ("weights", "loaded without an error"),
+    "qwen3-reference/leaves-early": ("logits", "process ended"),
+    "qwen3-reference/hidden-import": ("logits", "transformers"),
+    "qwen3-reference/never-the-same-twice": ("batching", "the same calls twice"),
+    "qwen3-reference/helper-process": ("alone", "still run"),
+    "qwen3.6-reference/norm-offset-dropped": ("logits", "layer 0"),
+}
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with Worker() as started:
+        yield started
+
+
+@pytest.mark.parametrize("key", SAMPLE)
+def test_a_wrong_engine_is_killed_in_words(worker, key):
+    """Slow. By the gate meant, in words that name the fault, and with its witness."""
+    gate, words = SAMPLE[key]
+    row = worker.judge(WRONG[key], [gate])
+    assert gate in row.by, f"{key} lives"
+    assert re.search(words, row.by[gate]), row.by[gate]
+    assert row.flaw is None and bool(row.witness) != WRONG[key].is_fake
+
+
+@pytest.mark.parametrize("engine", families().values())
+def test_mutants_have_witnesses_and_the_right_engine_none(worker, engine, tmp_path):
+    """Some mutants each time."""
+    world = worker.world(engine)
+    assert world.witness(ENGINES / engine) is None
+    mutants = [one for one in WRONG.values() if one.engine == engine and not one.is_fake]
+    for mutant in random.sample(mutants, 8):
+        witness = world.witness(mutant.apply(tmp_path / mutant.name))
+        assert witness, mutant.name
+        assert witness.departure is None or witness.departure > 10
+
+
+def test_every_patch_fits_once_and_parses(tmp_path):
+    for i, mutant in enumerate(WRONG.values()):
+        for path in mutant.apply(tmp_path / str(i)).glob("*.py"):
+            compile(path.read_text(), str(path), "exec")
+    mutants, fakes = catalogue("mutants"), catalogue("fakes")
+    assert len(mutants) >= 60 and len(fakes) >= 25
+    assert len(WRONG) == len(mutants) + len(fakes), "a name is there twice"
+
+
+def test_bad_catalogue_entries_are_named(tmp_path):
+    entry = {"engine": "qwen3-reference", "spec": "qwen3-tiny-cpu", "description": ""}
+    gone = Mutant(**entry, name="gone", file="model.py", old="??", new="")
+    with pytest.raises(InputError, match="gone: its old text is 0 times"):
+        gone.apply(tmp_path / "x")
+    with pytest.raises(ValidationError, match="file, old and new"):
+        Mutant(**entry, name="empty")
+    with pytest.raises(ValidationError, match="which gate kills it"):
+        Mutant(**entry, name="aimless", files={"__init__.py": ""})
+    for call in (
+        lambda: catalogue("fakes", "mamba"),
+        lambda: audit(names=["nobody"]),
+        lambda: audit(gates=["speling"]),
+        lambda: audit(gates=["speed"]),
+    ):
+        with pytest.raises(InputError):
+            call()
+
+
+def judged(
+    monkeypatch, reasons=lambda one, gate: f"{gate} died", passes=lambda one: True, **chosen
+):
+    """An audit whose workers are replaced: `reasons` by engine and gate, None where it passes."""
+
+    def work(tasks, gates):
+        for one in tasks:
+            if not isinstance(one, Mutant):
+                yield one, passes(one)
+                continue
+            by = {gate: reasons(one, gate) for gate in gates if reasons(one, gate)}
+            facts = one.model_dump(include={"name", "engine", "description"})
+            witness = None if one.is_fake else Witness(observable="logits", departure=1e4)
+            yield one, Killed(**facts, by=by, witness=witness, seconds=0.1)
+
+    monkeypatch.setattr(room, "_work", work)
+    return audit(**chosen)
+
+
+def by_turns(one, gate):
+    """Each gate kills some engines alone."""
+    gates = [name for name in GATES if name != "speed"]
+    turn = [*WRONG].index(one.key)
+    return gate if gates[turn % len(gates)] == gate else None
+
+
+def test_the_matrix_adds_up(monkeypatch, tmp_path):
+    seen = []
+    whole = judged(monkeypatch, by_turns, on_kill=seen.append)
+    assert whole.passed and whole.whole and len(seen) == len(WRONG)
+    assert sum(whole.gates.values()) == len(WRONG) == sum(map(len, whole.only.values()))
+    assert whole.right_engines and not whole.earlier
+    assert Audit.model_validate_json(whole.model_dump_json()) == whole
+    monkeypatch.setattr(room, "RECORD", tmp_path / "audit.json")
+    with pytest.raises(InputError, match="--record"):
+        Audit.recorded()
+    whole.record()
+    assert Audit.recorded() == whole
+    older = whole.model_copy(update={"versions": whole.versions | {"alone": 0}})
+    assert older.earlier == ["alone"] and "earlier version of alone" in str(older)
+
+
+def test_what_fails_an_audit(monkeypatch):
+    victim = secrets.choice([*WRONG])
+    alive = judged(monkeypatch, lambda one, gate: one.key != victim and by_turns(one, gate))
+    assert not alive.passed and alive.survivors == [WRONG[victim].name]
+    assert f"LIVES: {WRONG[victim].name}" in str(alive)
+    broken = judged(monkeypatch, by_turns, lambda one: one.engine != "qwen3-reference")
+    assert not broken.passed and not all(broken.right_engines.values())
+    idle = judged(monkeypatch, lambda one, gate: gate != "drift" and "dead")
+    assert not idle.passed and idle.gates["drift"] == 0
+    together = judged(monkeypatch, lambda one, gate: "dead")
+    assert not together.passed, "no gate kills anything alone"
+    part = judged(monkeypatch, lambda one, gate: "dead", names=["zeros"], gates=["logits"])
+    assert part.passed and not part.whole
+    with pytest.raises(InputError, match="whole"):
+        part.record()
+
+
+def test_a_fake_that_dies_of_something_else_does_not_count(worker, monkeypatch):
+    fake = WRONG["qwen3-reference/stored-in-a-file"]
+    wrong = fake.model_copy(update={"dies": {"alone": "of boredom"}})
+    row = worker.judge(wrong, ["alone"])
+    assert row.by and "of boredom" in row.flaw
+    missed = worker.judge(fake.model_copy(update={"dies": {"logits": "."}}), ["alone"])
+    assert missed.flaw == "logits should have killed it"
+
+
+def test_the_verb(monkeypatch):
+    found = {}
+    monkeypatch.setattr(lab, "audit", lambda family, **more: found["audit"])
+    for passed, code in ((True, 0), (False, 1)):
+        whole = judged(monkeypatch, by_turns if passed else (lambda one, gate: None))
+        found["audit"] = whole
+        done = CliRunner().invoke(cli.app, ["audit", "--json"])
+        assert done.exit_code == code
+        assert Audit.model_validate_json(done.stdout) == whole
