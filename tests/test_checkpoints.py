@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from metainfer_lab import checkpoints
 from metainfer_lab.checkpoints import int8, smollm2
+from metainfer_lab.doctor import doctor
 from metainfer_lab.errors import InputError
 from metainfer_lab.spec import Spec
 
@@ -135,3 +136,13 @@ def test_dequantised_checkpoint_changes_matrices_only(tmp_path):
     assert torch.equal(made["norm.weight"], tensors["norm.weight"])
     assert torch.equal(made["a.weight"], int8.dequantise(*int8.quantise(tensors["a.weight"])))
     assert not torch.equal(made["a.weight"], tensors["a.weight"])
+
+
+@pytest.mark.parametrize("name", ["qwen3-tiny-cpu", "qwen3.6-tiny-cpu"])
+def test_a_specs_own_model_from_a_seed(name, tmp_path, monkeypatch):
+    """What a GPU box without the real weights measures on: every tensor, and a tokenizer."""
+    monkeypatch.setenv("METAINFER_LAB_CACHE", str(tmp_path))
+    folder = checkpoints.fetch(Spec.load(name).change(checkpoint__source="seeded"))
+    assert doctor(str(folder), name).passed
+    assert (folder / "tokenizer.json").is_file()
+    assert checkpoints.fetch(Spec.load(name).change(checkpoint__source="seeded")) == folder

@@ -17,12 +17,15 @@ KNOWN: dict[str, Callable[[], Path]] = {smollm2.NAME: smollm2.fetch, **seeded.KN
 def fetch(spec: Spec) -> Path:
     """The folder (config.json, *.safetensors, tokenizer files) of a spec's checkpoint.
 
-    A known source is made once in the cache; a folder is checked and returned; anything else is a
-    hub id and goes through huggingface_hub. Raises InputError that names what is missing.
+    A known source is made once in the cache; `seeded` is the spec's own model at full size, drawn
+    from a seed; a folder is checked and returned; anything else is a hub id and goes through
+    huggingface_hub. Raises InputError that names what is missing.
     """
     source = spec.checkpoint.source
     if source in KNOWN:
         return KNOWN[source]()
+    if source == seeded.FULL_SIZE:
+        return seeded.fetch_full_size(spec.model)
     folder = Path(source).expanduser()
     if folder.is_dir() or source.startswith((".", "/", "~")):
         return checked_folder(folder)

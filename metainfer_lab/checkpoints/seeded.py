@@ -18,6 +18,7 @@ from metainfer_lab.paths import MODELS, cache_dir
 
 VERSION = 1  # raised when the made weights change
 SEED = 36
+FULL_SIZE = "seeded"  # as a spec's source: its own model, drawn from the seed
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
 LETTERS = "etaoinshrdlcumwf"  # their pairs fill the vocabulary behind the bytes
 CHAT_TEMPLATE = (
@@ -28,7 +29,24 @@ CHAT_TEMPLATE = (
 
 def fetch(name: str) -> Path:
     """The folder of a named source; made on the first call, in a second."""
-    model, make = SOURCES[name]
+    return _made_once(name, *SOURCES[name])
+
+
+def fetch_full_size(model: str) -> Path:
+    """A shipped model at full size; made on the first call, on the GPU where there is one."""
+    import torch
+
+    from metainfer_lab.checkpoints import fullsize
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def make(config: dict[str, Any], folder: Path) -> None:
+        fullsize.write(config, SEED, folder, device, text_only=True)
+
+    return _made_once(f"{model}-{FULL_SIZE}-{device}", model, make)
+
+
+def _made_once(name: str, model: str, make: Callable[[dict[str, Any], Path], None]) -> Path:
     folder = cache_dir() / f"{name}-v{VERSION}"
     if folder.is_dir():
         return folder
@@ -37,7 +55,7 @@ def fetch(name: str) -> Path:
         config = json.loads((MODELS / model / "config.json").read_text())
         make(config, made)
         shutil.copyfile(MODELS / model / "config.json", made / "config.json")
-        write_tokenizer(made, config["vocab_size"])
+        write_tokenizer(made, config.get("text_config", config)["vocab_size"])
         try:
             os.rename(made, folder)
         except OSError:  # another process was faster, with the same bytes
