@@ -33,6 +33,11 @@ def say(value: Any, as_json: bool) -> None:
     print(value.model_dump_json(indent=1) if as_json else value, flush=True)
 
 
+def print_table(rows: Any, as_json: bool) -> None:
+    """Print a DataFrame as a table, or as a list of JSON objects."""
+    print(rows.to_json(orient="records", indent=1) if as_json else rows.to_string(index=False))
+
+
 def opened_engine(name: str, spec: str | None) -> lab.Engine:
     """The engine of a spec or folder, under the spec asked for."""
     return lab.Engine.open(name, spec=lab.Spec.load(spec) if spec else None)
@@ -60,25 +65,50 @@ def doctor(source: str, spec: str | None = None, as_json: AsJson = False) -> Non
 @app.command()
 def generate(
     spec: SpecName,
-    provider: str = "replay",
+    provider: Annotated[str, typer.Option(help="replay, file or anthropic")] = "replay",
     folder: Annotated[
         Path | None, typer.Option(help="where a file provider's author answers")
     ] = None,
+    reviewer: Annotated[
+        str | None, typer.Option(help="folder of another author (file); api or none (anthropic)")
+    ] = None,
     phases: Annotated[str | None, typer.Option(help="comma-separated; all where left out")] = None,
-    budget_usd: float | None = None,
+    run_id: Annotated[
+        str | None, typer.Option(help="the run to replay, go on with or begin")
+    ] = None,
     fresh: Annotated[bool, typer.Option(help="a new run, even where one could go on")] = False,
+    model: str | None = None,
+    effort: str | None = None,
+    budget_usd: Annotated[float | None, typer.Option(help="most that the API may cost")] = None,
+    tokens: Annotated[int | None, typer.Option(help="most tokens, cached input counted")] = None,
+    wall_s: Annotated[float | None, typer.Option(help="most seconds of authors and tools")] = None,
+    turns: Annotated[int | None, typer.Option(help="most replies")] = None,
+    attempts: Annotated[int | None, typer.Option(help="most submissions of a phase")] = None,
+    rejections: Annotated[int | None, typer.Option(help="reviews that may send one back")] = None,
+    explain: Annotated[
+        bool, typer.Option(help="only say which skills go where, in tokens")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Have an engine written; without a key, the recorded run is replayed with real gates."""
-    quiet = {"on_event": lambda text: None} if as_json else {}
+    if explain:
+        from .agent import explain as explained
+
+        print_table(explained(lab.Spec.load(spec)), as_json)
+        return
+    limits = {"budget_usd": budget_usd, "tokens": tokens, "wall_s": wall_s, "turns": turns}
+    limits |= {"attempts": attempts, "rejections": rejections, "model": model, "effort": effort}
+    given = {name: value for name, value in limits.items() if value is not None}
     run = lab.generate(
         spec,
         provider=provider,
         folder=folder,
+        reviewer=reviewer,
         phases=phases.split(",") if phases else None,
-        budget_usd=budget_usd,
+        run_id=run_id,
         fresh=fresh,
-        **quiet,
+        **given,
+        **({"on_event": lambda text: None} if as_json else {}),
     )
     say(run, as_json)
     finish(run.summary().passed)
@@ -112,6 +142,29 @@ def verify(
     verdict = lab.verify(engine, spec=wanted, gates=chosen, on_gate=show)
     say(verdict, as_json)
     finish(verdict.passed)
+
+
+@app.command()
+def audit(
+    family: Annotated[
+        str | None, typer.Option(help="mutants and fakes of one family; all where left out")
+    ] = None,
+    names: Annotated[str | None, typer.Option(help="comma-separated mutants and fakes")] = None,
+    gates: Annotated[str | None, typer.Option(help="comma-separated; all where left out")] = None,
+    record: Annotated[bool, typer.Option(help="publish it as the last whole audit")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Judge the gates: every mutant and fake must die, every right engine must pass."""
+    matrix = lab.audit(
+        family,
+        names=names.split(",") if names else None,
+        gates=gates.split(",") if gates else None,
+        on_kill=None if as_json else (lambda killed: print(killed, flush=True)),
+    )
+    say(matrix, as_json)
+    if record:
+        matrix.record()
+    finish(matrix.passed)
 
 
 @app.command()

@@ -6,10 +6,11 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from metainfer_lab.agent.transcript import Line
 from metainfer_lab.errors import InputError
+from metainfer_lab.spec import explain
 
 # US dollars per million tokens, input and output, as published on the date below.
 PRICES_AS_OF = "2026-11"
@@ -43,6 +44,14 @@ class Budget(BaseModel):
     wall_s: float | None = Field(default=None, gt=0)
     tokens: int | None = Field(default=None, gt=0)
     usd: float | None = Field(default=None, gt=0)
+
+    @classmethod
+    def of(cls, **limits: float | None) -> Budget:
+        """A budget of a caller's numbers; InputError names one that makes no sense."""
+        try:
+            return cls(**limits)
+        except ValidationError as error:
+            raise InputError(explain(error)) from None
 
     def check(
         self, lines: list[Line], started: float, next_input: int, next_output: int, model: str

@@ -8,7 +8,7 @@ import platform
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from metainfer_lab.agent import run as runs
 from metainfer_lab.agent.budget import Budget, BudgetSpent
@@ -70,12 +70,16 @@ def generate(
     base_url, timeout and the like, passed to the SDK's client.
     """
     spec = spec if isinstance(spec, Spec) else Spec.load(spec)
+    if provider not in get_args(Provider):
+        known = ", ".join(get_args(Provider))
+        raise InputError(f"provider: {provider!r} is none; there are {known}")
     if provider == "replay":
         run = Run.open(run_id or spec.id)
         run.replay(phases=phases, on_event=on_event)
         return run
     limits = {"attempts": attempts, "rejections": rejections, "wall_s": wall_s, "tokens": tokens}
-    budget = Budget(turns=turns, usd=budget_usd, **limits)
+    budget = Budget.of(turns=turns, usd=budget_usd, **limits)
+    _check_folders(provider, folder, reviewer)
     who = reviewed_by(provider, reviewer)
     about = {"model": model, "effort": effort, "reviewer": who}
     home = _home(spec, provider, run_id, fresh, budget_usd, **about)
@@ -83,8 +87,20 @@ def generate(
         raise InputError(f"reviewer: run {home.name} has the reviewer {then!r}; keep it")
     with runs.locked(home):
         loop = _loop(spec, home, budget, judge or real_judge(spec), on_event)
-        _connect(provider, loop, folder, None if who == NO_REVIEWER else reviewer, connection)
+        _connect(provider, loop, {"implementer": folder, "reviewer": reviewer}, connection)
         return finish(loop, home)
+
+
+def _check_folders(
+    provider: Provider, folder: str | Path | None, reviewer: str | Path | None
+) -> None:
+    """Before anything is written: a file provider's author and reviewer have a folder each."""
+    if provider != "file":
+        return
+    if folder is None:
+        raise InputError("folder: provider file needs the folder where the author answers")
+    if reviewer is not None and Path(reviewer).resolve() == Path(folder).resolve():
+        raise InputError("reviewer: is the author's folder; give it a folder of its own")
 
 
 def reviewed_by(provider: Provider, reviewer: str | Path | None) -> str:
@@ -201,27 +217,18 @@ def checkpoint_of(spec: Spec) -> Path:
 
 
 def _connect(
-    provider: Provider,
-    loop: Loop,
-    folder: str | Path | None,
-    reviewer: str | Path | None,
-    connection: dict[str, Any],
+    provider: Provider, loop: Loop, folders: dict[Role, Any], connection: dict[str, Any]
 ) -> None:
     """Give the loop its clients: where the author answers, and where the reviewer does, if any."""
+    reviewed = Run(loop.transcript.path.parent).info.reviewer != NO_REVIEWER
     if provider == "anthropic":
         from anthropic import Anthropic
 
         loop.client = Anthropic(**connection)
-        has_reviewer = Run(loop.transcript.path.parent).info.reviewer != NO_REVIEWER
-        loop.reviewer = loop.client if has_reviewer else None
+        loop.reviewer = loop.client if reviewed else None
         return
-    if folder is None:
-        raise InputError("folder: provider file needs the folder where the author answers")
-    loop.client = _desk(loop, folder, "implementer")
-    if reviewer is not None:
-        if Path(reviewer).resolve() == Path(folder).resolve():
-            raise InputError("reviewer: is the author's folder; give it a folder of its own")
-        loop.reviewer = _desk(loop, reviewer, "reviewer")
+    loop.client = _desk(loop, folders["implementer"], "implementer")
+    loop.reviewer = _desk(loop, folders["reviewer"], "reviewer") if reviewed else None
 
 
 def _desk(loop: Loop, folder: str | Path, role: Role) -> anthropic.Anthropic:
