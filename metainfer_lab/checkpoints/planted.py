@@ -35,14 +35,13 @@ BLOCK_ENDS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj
 
 
 class Planted(NamedTuple):
-    """The checkpoint; sizes of a token's digits and the permutations that lead to the next ones.
-
-    The digits are (row, tail), or (row, column, tail) where there is a state.
-    """
+    """The checkpoint; sizes of a token's digits and the permutations that lead to the next ones;
+    which part of the model finds each digit: (row, tail), or (row, column, tail) with a state."""
 
     folder: Path
     sizes: tuple[int, ...]
     permutations: tuple[np.ndarray, ...]
+    parts: tuple[str, ...]
 
     def text(self, prompt: Sequence[int], length: int) -> list[int]:
         """The greedy text that follows a prompt of more than LOOK_BACK tokens."""
@@ -51,10 +50,13 @@ class Planted(NamedTuple):
             tokens.append(self.next_token(tokens))
         return tokens[len(prompt) :]
 
-    def digits(self, token: int) -> tuple[int, ...]:
-        """A token's digits; () for one that is never said."""
-        known = token < math.prod(self.sizes)
-        return tuple(int(digit) for digit in np.unravel_index(token, self.sizes)) if known else ()
+    def departure(self, said: int, wanted: int) -> str:
+        """What one token in place of another says about the model."""
+        if said >= math.prod(self.sizes):
+            return f"token {said}, which is never said, where the planted text has {wanted}"
+        digits = zip(np.unravel_index([said, wanted], self.sizes), self.parts, strict=True)
+        wrong = " and ".join(part for (a, b), part in digits if a != b)
+        return f"token {said} where the planted text has {wanted}: wrong is what {wrong} found"
 
     def next_token(self, tokens: Sequence[int]) -> int:
         """The token that follows."""

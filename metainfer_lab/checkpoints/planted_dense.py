@@ -46,7 +46,7 @@ def planted_dense(
         Planter(dims, tensors, centred=False).plant(permutations, rng)
 
     tiny.tiny_checkpoint(like.family, seed, folder, dtype=dtype, edit=plant, **drawn)
-    return Planted(folder, SIZES, permutations)
+    return Planted(folder, SIZES, permutations, ("the MLP", "attention"))
 
 
 class Planter(planted.Planter):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 SIZES = ROWS, COLUMNS, TAILS = 8, 5, 5
 VOCAB = ROWS * COLUMNS * TAILS
+PARTS = ("an expert", "the recurrent state", "attention")
 STATE_LAYER, EXPERT_LAYER, ATTENTION_LAYER = 0, 1, 3
 
 
@@ -75,12 +76,12 @@ def planted_qwen36(
     model.look_back(ATTENTION_LAYER, codes.always[0], codes.tail, written, parts=7)
     if not quantised:
         write(folder, config, tensors, shards=1)
-        return Planted(folder, SIZES, codes.permutations)
+        return Planted(folder, SIZES, codes.permutations, PARTS)
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
     amax = calibrate(config, tensors, rng, oracle)
     packed = modelopt.quantise(tensors, dims, amax, rng, shifts=(0, 4, 8))
     write(folder, modelopt.quantised_config(config), packed, shards=1)
-    return Planted(folder, SIZES, codes.permutations)
+    return Planted(folder, SIZES, codes.permutations, PARTS)
 
 
 def _codes(hidden: int, rng: np.random.Generator) -> Codes:

@@ -42,10 +42,10 @@ class Played:
 
 
 def batching(trial: Trial) -> None:
-    """A random schedule twice, scored by the oracle; one whose text is known to the letter; then
-    neighbours made of NaN."""
-    _scored(trial)
+    """A random schedule whose text is known to the letter; one that runs twice and is scored by the
+    oracle; then neighbours made of NaN."""
     _planted(trial)
+    _scored(trial)
     _hostile(trial)
 
 

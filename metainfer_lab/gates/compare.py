@@ -307,14 +307,10 @@ def exact_text(
     """The greedy text of a planted checkpoint, token by token."""
     findings.case()
     said = [result.token for result in results]
-    wanted = made.text(prompt, len(said))
-    if said != wanted:
-        at = next(i for i, (a, b) in enumerate(zip(said, wanted, strict=True)) if a != b)
-        detail = (
-            f"token {said[at]} where the planted text has {wanted[at]}: {made.digits(said[at])} "
-        )
-        detail += f"for {made.digits(wanted[at])}"
-        findings.fail(case, detail, position=at)
+    for at, wanted in enumerate(made.text(prompt, len(said))):
+        if said[at] != wanted:
+            findings.fail(case, made.departure(said[at], wanted), position=at)
+            return
 
 
 def _greedy(

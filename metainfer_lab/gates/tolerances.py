@@ -15,6 +15,11 @@ Two ways to know what a right engine may err by:
   ratio of 1.6 and more: they fail. Two bfloat16 runs of transformers, whose residual stream is
   rounded too, against the oracle with rounded module inputs and outputs: 1.7, 1.9, 7.5, 20, 20
   (the last two on SmolLM2, whose stored weights are wider than bfloat16; else 12).
+
+Routers, on six tiny checkpoints of the hybrid, 250 tokens through four layers: logits of the plain
+engine are off by 1.8e-5 at most in float32; in bfloat16 throughout, 2% of the choices differ from
+the oracle's, and what was left out leads by 2.4 times the change that rounding makes at most (rows
+of logits, with the engine's experts: ratios of 1.5 median, 1.6, 5.2).
 """
 
 from __future__ import annotations
