@@ -35,7 +35,7 @@ SAMPLE = {
     "qwen3-reference/hidden-import": ("logits", "transformers"),
     "qwen3-reference/never-the-same-twice": ("batching", "the same calls twice"),
     "qwen3-reference/helper-process": ("alone", "still run"),
-    "qwen3.6-reference/norm-offset-dropped": ("logits", "layer 0"),
+    "qwen3.6-reference/beta-dropped": ("logits", "layer 0"),
 }
 
 

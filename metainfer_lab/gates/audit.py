@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from metainfer_lab.errors import InputError
 from metainfer_lab.gates import GATES
@@ -14,6 +15,9 @@ from metainfer_lab.gates.mutants import Mutant, catalogue
 from metainfer_lab.gates.verdict import Record
 from metainfer_lab.gates.worker import Killed, RightEngine, Worker, right_engines
 from metainfer_lab.paths import ENGINES, RESULTS, tree_hash, write_atomic
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 RECORD = RESULTS / "audit.json"
 UNAUDITED = frozenset({"speed"})  # what it asks depends on the machine
@@ -61,6 +65,17 @@ class Audit(Record):
         gates = [name for name, gate in GATES.items() if name not in UNAUDITED]
         moved = [name for name in gates if self.versions.get(name) != GATES[name].version]
         return moved + [n for n, tree in self.trees.items() if tree != _tree(n)]
+
+    def table(self) -> pd.DataFrame:
+        """The matrix: name, kind and, for each gate, whether it kills; [wrong engines]."""
+        import pandas as pd
+
+        rows = []
+        for kind, killed in (("mutants", self.mutants), ("fakes", self.fakes)):
+            for one in killed:
+                of = {"name": one.name, "kind": f"{kind} of {one.engine.partition('-')[0]}"}
+                rows.append(of | {gate: gate in one.by for gate in self.gates})
+        return pd.DataFrame(rows)
 
     def __str__(self) -> str:
         dead = len(self.mutants) + len(self.fakes) - len(self.survivors)

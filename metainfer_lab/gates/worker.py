@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import signal
 import sys
@@ -22,6 +23,7 @@ from metainfer_lab.oracle import Oracle
 from metainfer_lab.paths import ENGINES
 from metainfer_lab.spec import Spec
 
+PR_SET_PDEATHSIG = 1
 # Engines that are right, beside those that the mutants are made of: recorded ones, real weights.
 RECORDED = ("smollm2-135m-fp32-cpu", "smollm2-135m-int8-cpu")
 
@@ -87,6 +89,7 @@ class Worker:
         """The only one of a new process, which the pool alone ends, and what it started with it."""
         import torch
 
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         torch.set_num_threads(1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
