@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +75,21 @@ def check_parameters(files: list[Path], given: dict[str, object]) -> dict[Path, 
 
 
 def _typed(name: str, kind: Any, value: object) -> object:
+    """A value in the declared type; text is read as a Python literal unless text is asked for."""
+    found = value
+    if isinstance(value, str) and kind is not str:
+        with contextlib.suppress(ValueError, SyntaxError):
+            found = ast.literal_eval(value)
     try:
-        return TypeAdapter(kind).validate_python(value)
+        found = TypeAdapter(kind).validate_python(found)
     except ValidationError:
         wanted = getattr(kind, "__name__", str(kind))
         raise InputError(f"parameter {name!r}: {value!r} is no {wanted}") from None
+    if isinstance(found, dict) and not all(isinstance(key, str) for key in found):
+        raise InputError(
+            f"parameter {name!r}: keys of a dict must be text; a notebook gets no other"
+        )
+    return found
 
 
 def title_of(cell: NotebookNode, notebook: NotebookNode) -> str | None:
@@ -138,3 +151,10 @@ def without_injection(notebook: NotebookNode) -> NotebookNode:
             if "execution_count" in output:
                 output.execution_count = count
     return notebook
+
+
+def write_kernel(folder: Path) -> None:
+    """A Jupyter kernel's folder that starts this very interpreter."""
+    command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    spec = {"argv": command, "display_name": "Python 3 (ipykernel)", "language": "python"}
+    paths.write_atomic(folder / "kernel.json", json.dumps(spec))

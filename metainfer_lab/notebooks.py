@@ -7,6 +7,7 @@ decides from the reports, the exit and the saved file. Nothing is cached: a run 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import hashlib
@@ -16,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -37,6 +39,7 @@ from metainfer_lab.notebook_files import (
     scrub,
     title_of,
     without_injection,
+    write_kernel,
 )
 
 OUT = paths.NOTEBOOKS / "out"
@@ -55,7 +58,10 @@ class CellReport(BaseModel):
 
 
 class Outcome(BaseModel):
-    """What became of one notebook; this is the status file `<name>.run.json`."""
+    """What became of one notebook; this is the status file `<name>.run.json`.
+
+    artefacts: SHA-256 of each file that the notebook declares and this run wrote.
+    """
 
     notebook: str
     status: Status
@@ -70,6 +76,7 @@ class Outcome(BaseModel):
     source_sha256: str
     error: str | None = None
     output: str | None = None
+    artefacts: dict[str, str] = {}
     last_line: str = ""
 
     @property
@@ -252,7 +259,7 @@ def _end(child: subprocess.Popen) -> None:
 def _finish(outcome: Outcome, running: Path, out: Path) -> None:
     """Judge the saved file, give it its name, and write the status file."""
     if outcome.passed:
-        outcome.error = _objection(running)
+        outcome.error = _objection(running) or _missing_artefact(running, outcome)
         outcome.status = "failed" if outcome.error else "ok"
     if running.exists():
         kept = out / f"{outcome.notebook}{'' if outcome.passed else '.failed'}.ipynb"
@@ -262,8 +269,7 @@ def _finish(outcome: Outcome, running: Path, out: Path) -> None:
             save_notebook(notebook, running)
         os.replace(running, kept)
         outcome.output = str(kept)
-    if outcome.status == "running":
-        outcome.status = "failed"
+    outcome.status = "failed" if outcome.status == "running" else outcome.status
     _save_status(outcome, out)
 
 
@@ -277,6 +283,23 @@ def _objection(saved: Path) -> str | None:
     code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
     unrun = [cell for cell in code if cell.execution_count is None]
     return f"{len(unrun)} of {len(code)} code cells did not run" if unrun else None
+
+
+def _missing_artefact(saved: Path, outcome: Outcome) -> str | None:
+    """Note what the run wrote of the files that the notebook declares; name one it did not write.
+
+    `artefacts` in a notebook's metadata lists patterns under the repository's root. A file that an
+    earlier run left behind does not count.
+    """
+    started = datetime.fromisoformat(outcome.started).timestamp()
+    for pattern in read_notebook(saved).metadata.get("artefacts", []):
+        files = [path for path in paths.ROOT.glob(pattern) if path.stat().st_mtime >= started]
+        if not files:
+            return f"artefact {pattern}: declared, and not written by this run"
+        for path in files:
+            name = path.relative_to(paths.ROOT).as_posix()
+            outcome.artefacts[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return None
 
 
 def _save_status(outcome: Outcome, out: Path) -> None:
@@ -299,7 +322,7 @@ def _tail(log: IO[str]) -> str:
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """A table for people: one line a notebook, what it says last, or why it failed."""
+    """One line a notebook, and beneath it what it says last, or why it failed."""
     width = shutil.get_terminal_size((100, 24)).columns
     lines = [f"{'notebook':24} {'status':12} {'cells':>7} {'seconds':>8}"]
     for outcome in outcomes:
@@ -336,6 +359,7 @@ def main(arguments: list[str]) -> int:
             report(seconds=round(time.monotonic() - state["begun"], 2))
 
     try:
+        _start_this_python(job["kernel"])
         papermill.execute_notebook(
             job["input"],
             job["output"],
@@ -353,6 +377,16 @@ def main(arguments: list[str]) -> int:
         report(ename=ename, evalue=str(getattr(error, "evalue", error))[:2000])
         return 1
     return 0
+
+
+def _start_this_python(kernel: str) -> None:
+    """Let `python3` be this interpreter: a kernel of that name elsewhere lacks this package."""
+    if kernel == "python3":
+        folder = Path(tempfile.mkdtemp(prefix="metainfer_lab-kernel-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        write_kernel(folder / "kernels" / kernel)
+        others = filter(None, [os.environ.get("JUPYTER_PATH")])
+        os.environ["JUPYTER_PATH"] = os.pathsep.join([str(folder), *others])
 
 
 def _end_with_parent() -> None:

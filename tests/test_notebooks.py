@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -82,8 +83,8 @@ def test_hang_ends_at_the_limit_and_leaves_no_process(tmp_path):
         f"open({str(mark)!r}, 'w').write(f'{{os.getpid()}} {{p.pid}}')\nwhile True: pass"
     )
     started = time.monotonic()
-    outcome = run(make(tmp_path, code), timeout_s=8)
-    assert outcome.status == "timeout" and time.monotonic() - started < 20
+    outcome = run(make(tmp_path, code), timeout_s=12)
+    assert outcome.status == "timeout" and time.monotonic() - started < 25
     time.sleep(0.5)
     left = [pid for pid in map(int, mark.read_text().split()) if psutil.pid_exists(pid)]
     assert not [p for p in left if psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
@@ -108,12 +109,7 @@ def test_missing_kernel_is_named(tmp_path):
 def test_killed_parent_leaves_a_status_that_says_so(tmp_path):
     """The runner itself is killed: `running` of a process that is gone reads as cancelled."""
     path = make(tmp_path, "import time\ntime.sleep(60)")
-    code = (
-        "from pathlib import Path; from metainfer_lab import notebooks as n;"
-        f"n.run_one(Path({str(path)!r}), {{}}, timeout_s=60, quiet=True,"
-        f" out=Path({str(tmp_path / 'out')!r}))"
-    )
-    runner = subprocess.Popen([sys.executable, "-c", code], cwd=paths.ROOT)
+    runner = in_background(path)
     status = tmp_path / "out/77_try.run.json"
     while not status.exists():
         time.sleep(0.1)
@@ -138,6 +134,96 @@ def test_parameters_are_checked_before_anything_starts(tmp_path):
     with pytest.raises(InputError, match="99_nothing"):
         notebooks.find(["99_nothing"])
     assert not (tmp_path / "out").exists()
+
+
+def test_text_is_read_in_the_declared_type(tmp_path):
+    """papermill's -p makes 1234567e8 a float, 007 a 7 and loses keys that are no text."""
+    path = make(tmp_path, "1")
+    notebook = notebook_files.read_notebook(path)
+    notebook.cells[1].source += "\nsha: str = ''\nnote: None | str = None\ncut: dict = {}"
+    notebook_files.save_notebook(notebook, path)
+
+    def typed(**given: object) -> dict:
+        return notebook_files.check_parameters([path], given)[path]
+
+    assert typed(sha="1234567e8", size="12", phases="['a']") == {
+        "sha": "1234567e8", "size": 12, "phases": ["a"],
+    }  # fmt: skip
+    assert typed(sha="007")["sha"] == "007" and typed(note="None")["note"] is None
+    with pytest.raises(InputError, match="keys of a dict"):
+        typed(cut={1: 2})
+    with pytest.raises(InputError, match="'1_0x' is no int"):
+        typed(size="1_0x")
+
+
+def test_text_with_quotes_arrives_as_it_is(tmp_path):
+    path = make(tmp_path, "print(machine)")
+    hard = "a \"b\" \\ 'c'"
+    assert run(path, machine=hard).last_line == hard
+
+
+def test_an_error_that_a_tag_allows_is_an_error_here(tmp_path):
+    path = make(tmp_path, "raise ValueError('allowed')", "print('after')")
+    notebook = notebook_files.read_notebook(path)
+    notebook.cells[3].metadata["tags"] = ["raises-exception"]
+    notebook_files.save_notebook(notebook, path)
+    outcome = run(path)
+    assert outcome.status == "failed" and "ValueError" in outcome.error
+
+
+def test_the_kernel_is_this_interpreter_whatever_the_machine_calls_python3(tmp_path, monkeypatch):
+    decoy = tmp_path / "share" / "kernels" / "python3"
+    decoy.mkdir(parents=True)
+    spec = {"argv": ["/bin/false"], "display_name": "other", "language": "python"}
+    (decoy / "kernel.json").write_text(json.dumps(spec))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share"))
+    outcome = run(make(tmp_path, "import metainfer_lab"))
+    assert outcome.status == "ok", outcome.error
+
+
+def test_declared_artefacts_must_be_written_by_this_run(tmp_path):
+    name = f"made-{os.getpid()}.txt"
+    made = paths.LOCAL / "test-notebooks" / name
+    declared = {"artefacts": [f"data/local/test-notebooks/{name}"]}
+    made.parent.mkdir(parents=True, exist_ok=True)
+    made.write_text("of an earlier run")
+    os.utime(made, (1, 1))
+    try:
+        outcome = run(make(tmp_path, "print('wrote nothing')", **declared))
+        assert outcome.status == "failed" and f"{name}: declared, and not written" in outcome.error
+        outcome = run(make(tmp_path, f"print(open({str(made)!r}, 'w').write('now'))", **declared))
+        assert outcome.status == "ok"
+        assert outcome.artefacts == {
+            f"data/local/test-notebooks/{name}": hashlib.sha256(b"now").hexdigest()
+        }
+    finally:
+        made.unlink()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_ended_runner_takes_its_kernel_along(tmp_path, number):
+    """papermill on SIGTERM leaves a busy kernel behind; on SIGINT it says `completed`."""
+    mark = tmp_path / "pid"
+    code = f"import os, time\nopen({str(mark)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    runner = in_background(make(tmp_path, code))
+    while not mark.exists() or not mark.read_text():
+        time.sleep(0.1)
+    kernel = psutil.Process(int(mark.read_text()))
+    runner.send_signal(number)
+    runner.wait(timeout=30)
+    gone, alive = psutil.wait_procs([kernel], timeout=15)
+    assert gone and not alive
+    assert notebooks.read_status(tmp_path / "out/77_try.run.json").status == "cancelled"
+
+
+def in_background(path: Path) -> subprocess.Popen:
+    """A process of its own that runs a notebook."""
+    code = (
+        "from pathlib import Path; from metainfer_lab import notebooks as n;"
+        f"n.run_one(Path({str(path)!r}), {{}}, timeout_s=60, quiet=True,"
+        f" out=Path({str(path.parent / 'out')!r}))"
+    )
+    return subprocess.Popen([sys.executable, "-c", code], cwd=paths.ROOT)
 
 
 def test_two_parameters_cells_are_refused(tmp_path):

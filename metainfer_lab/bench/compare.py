@@ -142,7 +142,9 @@ def sweep(
     groups = [[batch] for batch in batches] if plan(spec).dims.moe else [list(batches)]
     tables = []
     for group in groups:
-        with Engine.open(spec.change(workload__concurrency=max(group))) as engine:
+        # without goals, nothing is measured that they compare with and nobody asked for
+        asked = spec.change(workload__concurrency=max(group), goals={})
+        with Engine.open(asked) as engine:
             for batch in group:
                 point = Workload.from_spec(spec, **workload, concurrency=batch)
                 tables.append(bench(engine, beside=beside, workload=point))
