@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from contextlib import contextmanager
 
-from agent_fakes import GateVerdict, Verdict
+from agent_fakes import SPEC, GateVerdict, Verdict
 
-from metainfer_lab.agent.tools import Judge
+from metainfer_lab.agent.tools import EDITOR, Judge
 from metainfer_lab.bench.workload import Workload
 from metainfer_lab.optimise.bench import Broken
 from metainfer_lab.optimise.records import METRICS, Block, Profile, Settings, Target
 from metainfer_lab.optimise.trial import Events
-from metainfer_lab.paths import tree_hash
+from metainfer_lab.paths import tree_hash, write_atomic
 
 # word in an engine's file -> what it does to the decode rate
 GAINS = {"half": 1.005, "two": 1.02, "twenty": 1.2, "zero": 1.0, "fake": 1.3, "greedy": 1.1}
@@ -66,7 +67,7 @@ class Machine:
 
     def slow(self):
         if self.quiet:
-            return math.exp(self.rng.gauss(0, 1e-4))
+            return 1.0
         self.level = 0.99 * self.level + self.rng.gauss(0, 0.003)
         heavy = self.rng.gauss(0, 1) / math.sqrt(self.rng.gammavariate(1.5, 2 / 3))
         burst = self.rng.uniform(0.1, 0.4) if self.rng.random() < 0.03 else 0.0
@@ -103,3 +104,38 @@ def judged(folder, gates, on_gate):
 
 def judge() -> Judge:
     return Judge(GATES, judged)
+
+
+def lay_out(folder, text="import torch\n"):
+    """An engine's folder as far as the loop looks at one."""
+    folder.mkdir(parents=True)
+    (folder / "model.py").write_text(text)
+    precision = {"weights": "fp32", "activations": "fp32", "kv_cache": "fp32"}
+    manifest = {"interface": 1, "specs": [SPEC], "run": f"{SPEC}-r1", "precision": precision}
+    (folder / "engine.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def call(name, **given):
+    return {"type": "tool_use", "name": name, "input": given}
+
+
+def propose(hypothesis, ratio=1.1, **more):
+    return call("propose", hypothesis=hypothesis, predicted_ratio=ratio, **more)
+
+
+def reply(desk, number, *blocks):
+    write_atomic(desk / f"reply-{number:04d}.json", json.dumps(blocks))
+
+
+def add(word, line=1):
+    """An edit that holds on whatever tree an attempt begins with."""
+    text = {"insert_line": line, "insert_text": f"# {word}"}
+    return call(EDITOR, command="insert", path="model.py", **text)
+
+
+def answers(desk, *said):
+    """All replies of a run, there before they are asked for: one word an attempt."""
+    for number, word in enumerate(said, 1):
+        reply(desk, number, add(word), propose(f"add the word {word} to the model"))
+    return desk

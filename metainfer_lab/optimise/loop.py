@@ -22,7 +22,7 @@ from metainfer_lab.agent.phases import Phase
 from metainfer_lab.agent.tools import EDITOR, Result
 from metainfer_lab.agent.transcript import Block, Judgement, Line
 from metainfer_lab.agent.turns import diff, lines_of_code
-from metainfer_lab.bench import ledger
+from metainfer_lab.bench import ledger, results
 from metainfer_lab.engine.manifest import FILE as MANIFEST
 from metainfer_lab.optimise import prompts, search
 from metainfer_lab.optimise.bench import Bench, Broken
@@ -326,7 +326,7 @@ def read_rows(path: Path) -> list[Row]:
     """Rows of a ledger, nulls as None; none where there is no ledger yet."""
     if not path.is_file():
         return []
-    rows = ledger.read(path)
+    rows = results.read_rows(path)  # checked as a whole whenever a row is added
     return rows.astype(object).where(rows.notna(), None).to_dict("records")
 
 

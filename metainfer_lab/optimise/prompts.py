@@ -153,9 +153,9 @@ def outcome(row: Row) -> str:
     """What came of a proposal, in words."""
     facts: list[Any] = [f"Row {row['id']}: {row['status']} ({one_line(row['reason'], 200)})."]
     if row["ratio"] is not None:
-        facts.append(
-            f"Ratio to row {row['parent']}: {measured(row)}; predicted {row['predicted_ratio']:g}."
-        )
+        facts.append(f"Ratio to row {row['parent']}: {measured(row)}.")
+    if row["predicted_ratio"] is not None:
+        facts.append(f"Predicted: {row['predicted_ratio']:g}.")
     facts.append(f"Gates: {one_line(row['gates'] or 'not asked', 200)}. {row['lines']} lines.")
     return "\n".join(facts)
 

@@ -197,14 +197,19 @@ def _home(
     spec = engine.spec
     known = [run for run in runs.runs(spec.id) if _goes_on(run, provider, run_id)]
     if known and not fresh:
-        if settings:
-            raise InputError(f"{min(settings)}: run {known[-1].id} goes on as it began; use fresh")
+        _same_settings(Optimisation(known[-1].folder), settings)
         return known[-1].folder
     name = run_id or runs.next_id(spec.id, "o")
-    chosen = _settings(engine, settings)
-    home = new_run(spec, provider, name, model=model, effort=effort, kind="optimisation")
-    write_atomic(home / SETTINGS, chosen.model_dump_json(indent=1) + "\n")
-    return home
+    # run.json comes last: a folder without it is no run yet
+    chosen = _settings(engine, settings).model_dump_json(indent=1) + "\n"
+    write_atomic(runs.LOCAL_RUNS / name / SETTINGS, chosen)
+    return new_run(spec, provider, name, model=model, effort=effort, kind="optimisation")
+
+
+def _same_settings(run: Optimisation, given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if (then := getattr(run.settings, name, None)) != value:
+            raise InputError(f"{name}: run {run.id} began with {then}; keep it, or begin afresh")
 
 
 def _goes_on(run: Run, provider: str, run_id: str | None) -> bool:
