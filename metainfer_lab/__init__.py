@@ -22,6 +22,7 @@ _HOMES = {
     "generate": "agent",
     "workspace": "agent",
     "adopt": "agent",
+    "optimise": "optimise",
     "record": "agent",
     "figures": None,
 }

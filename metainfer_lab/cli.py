@@ -168,6 +168,49 @@ def audit(
 
 
 @app.command()
+def optimise(
+    engine: Annotated[str, typer.Argument(help="a spec, an engine's folder; a run to replay")],
+    provider: str = "replay",
+    folder: Annotated[
+        Path | None, typer.Option(help="where a file provider's author answers")
+    ] = None,
+    propose: Annotated[
+        str | None, typer.Option(help="external: what was changed in ENGINE, and why")
+    ] = None,
+    ratio: Annotated[float, typer.Option(help="external: the decode rate predicted")] = 1.0,
+    rows: Annotated[
+        str | None, typer.Option(help="replay: rows whose gates run for real; all keeps")
+    ] = None,
+    attempts: int | None = None,
+    threshold: Annotated[float | None, typer.Option(help="gain that a keep must exceed")] = None,
+    patience: int | None = None,
+    blocks: Annotated[int | None, typer.Option(help="most blocks of one comparison")] = None,
+    wall_s: float | None = None,
+    budget_usd: float | None = None,
+    fresh: Annotated[bool, typer.Option(help="a new run, even where one could go on")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a right engine faster: one change, gates, paired measurement, keep or discard."""
+    given = {"attempts": attempts, "threshold": threshold, "patience": patience, "blocks": blocks}
+    quiet = {"on_event": lambda text: None} if as_json else {}
+    change = {"hypothesis": propose, "predicted_ratio": ratio} if propose else None
+    run = lab.optimise(
+        engine,
+        provider,
+        folder=folder,
+        propose=change,
+        rows=None if rows is None else [row for row in rows.split(",") if row],
+        wall_s=wall_s,
+        budget_usd=budget_usd,
+        fresh=fresh,
+        **quiet,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    say(run, as_json)
+    finish(run.succeeded)
+
+
+@app.command()
 def chat(
     engine: EngineName,
     prompt: str,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from metainfer_lab.agent import run as runs
 from metainfer_lab.agent.budget import Budget, BudgetSpent
@@ -30,14 +30,14 @@ from metainfer_lab.agent.transcript import FILE, Transcript
 from metainfer_lab.engine import Engine
 from metainfer_lab.engine.manifest import EngineManifest
 from metainfer_lab.errors import InputError
-from metainfer_lab.optimise import search
+from metainfer_lab.optimise import prompts, search
 from metainfer_lab.optimise.bench import Bench, RealBench
 from metainfer_lab.optimise.desk import OneProposal, OptimiserDesk
 from metainfer_lab.optimise.loop import LEDGER, Search, read_rows
 from metainfer_lab.optimise.records import Proposal, Settings, workloads_of
 from metainfer_lab.optimise.tools import OptimiserTools
 from metainfer_lab.paths import tree_hash, write_atomic
-from metainfer_lab.spec import Spec
+from metainfer_lab.spec import Spec, explain
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -105,6 +105,14 @@ class Optimisation(Run):
             **facts.model_dump(include=set(Outcome.model_fields) - {"attempts"}),
         )
 
+    @property
+    def succeeded(self) -> bool:
+        """Whether the command's answer is yes: ended by its own rule, replayed without divergence;
+        for an agent's folder, kept."""
+        if self.info.provider == "external" and self.info.status == "running":
+            return self.rows[-1]["status"] == "keep"
+        return self.outcome().passed
+
     def replay(self, rows: Sequence[str] | None = None, **options: Any) -> Report:
         """Follow the record again: trees, decisions, and the gates of `rows` (all keeps: None)."""
         from metainfer_lab.optimise.replay import replay
@@ -122,7 +130,8 @@ class Optimisation(Run):
         text = f"optimisation {facts.id}: {facts.status}, {facts.attempts} attempts ({counts})"
         if facts.ratio:
             text += f", {facts.ratio:.3f} ({facts.ratio_lo:.3f}..{facts.ratio_hi:.3f}) of the start"
-        return f"{text}\n{facts.reason}" if facts.reason else text
+        newest = f"\n{prompts.outcome(self.rows[-1])}" if self.rows else ""
+        return text + newest + (f"\n{facts.reason}" if facts.reason else "")
 
 
 def optimise(
@@ -130,7 +139,7 @@ def optimise(
     provider: Provider = "replay",
     *,
     folder: str | Path | None = None,
-    propose: Proposal | None = None,
+    propose: Proposal | dict[str, Any] | None = None,
     rows: Sequence[str] | None = None,
     run_id: str | None = None,
     fresh: bool = False,
@@ -165,10 +174,19 @@ def optimise(
         budget = Budget(turns=turns, wall_s=wall_s, tokens=tokens, usd=budget_usd)
         loop = _loop(opened, home, budget, judge, bench, on_event)
         if provider == "external":
-            return _one_proposal(loop, propose)
+            return _one_proposal(loop, _proposal(propose))
         loop.client = _client(provider, loop, folder, connection or {})
         finish(loop, home)
     return Optimisation(home)
+
+
+def _proposal(given: Proposal | dict[str, Any] | None) -> Proposal | None:
+    if not isinstance(given, dict):
+        return given
+    try:
+        return Proposal(**given)
+    except ValidationError as error:
+        raise InputError(f"propose: {explain(error)}") from None
 
 
 def recorded(name: str) -> Optimisation:
@@ -220,10 +238,6 @@ def _goes_on(run: Run, provider: str, run_id: str | None) -> bool:
 
 
 def _settings(engine: Engine, given: dict[str, Any]) -> Settings:
-    from pydantic import ValidationError
-
-    from metainfer_lab.spec import explain
-
     start = {
         "start_run": EngineManifest.read(engine.folder).run,
         "start_tree": tree_hash(engine.folder),
