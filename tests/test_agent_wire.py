@@ -8,7 +8,7 @@ import pytest
 from agent_fakes import SPEC, fake_judge, isolate
 
 from metainfer_lab.agent import generation, loop
-from metainfer_lab.agent.stand_in import USAGE, Drop, Refuse, stand_in
+from metainfer_lab.agent.stand_in import USAGE, Drop, Garble, Refuse, stand_in
 from metainfer_lab.agent.tools import EDITOR
 from metainfer_lab.errors import InputError
 
@@ -123,6 +123,7 @@ def test_refusal_and_pause_and_full_context():
         Refuse(529, "overloaded_error", {"retry-after-ms": "10"}),
         Drop(WRITE),
         Drop(WRITE, events=0),
+        Garble(WRITE),
     ],
 )
 def test_a_busy_api_and_a_dropped_stream_are_asked_again(failure):
@@ -130,6 +131,20 @@ def test_a_busy_api_and_a_dropped_stream_are_asked_again(failure):
         run = generate(server)
     assert run.summary().passed and run.summary().turns == 2
     assert server.asked[0]["messages"] == server.asked[1]["messages"]
+
+
+def test_an_api_that_never_answers_stops_the_run():
+    with stand_in(lambda body: Garble(WRITE)) as server:
+        run = generate(server)
+    assert run.info.status == "stopped" and "could be read" in run.info.reason
+    assert len(server.asked) == loop.STREAM_RETRIES + 1 and run.summary().turns == 0
+
+
+@pytest.mark.parametrize("reason", ["end_turn", "stop_sequence"])
+def test_a_reply_without_calls_is_told_what_ends_a_phase(reason):
+    with stand_in([says(text("Done."), stop_reason=reason), WRITE, SUBMIT]) as server:
+        assert generate(server).summary().passed
+    assert "only by a verdict" in server.asked[1]["messages"][-1]["content"][0]["text"]
 
 
 def test_a_bad_request_stops_the_run_and_a_later_call_goes_on():

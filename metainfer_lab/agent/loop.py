@@ -208,7 +208,8 @@ class Loop:
         return self.client.messages.count_tokens(**request).input_tokens
 
     def _stream(self, request: dict[str, Any], role: Role) -> Any:
-        """One streamed reply; one that breaks off is asked again (the SDK retries only starts)."""
+        """One streamed reply; one that breaks off or has tool input that is no JSON is asked again
+        (the SDK retries only starts)."""
         import anthropic
         import httpx2
 
@@ -220,9 +221,9 @@ class Loop:
             try:
                 with client.messages.stream(max_tokens=MAX_TOKENS, **request) as stream:
                     return stream.get_final_message()
-            except (anthropic.APIConnectionError, httpx2.TransportError) as error:
+            except (anthropic.APIConnectionError, httpx2.TransportError, ValueError) as error:
                 if retry == STREAM_RETRIES:
-                    raise Stopped(f"the API did not answer: {error}") from error
+                    raise Stopped(f"no reply of the API could be read: {error}") from error
                 time.sleep(RETRY_S * 2**retry)
             except anthropic.APIStatusError as error:
                 raise Stopped(f"the API refused the request: {error.message}") from error

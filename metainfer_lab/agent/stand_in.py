@@ -35,7 +35,14 @@ class Drop:
     events: int = 3
 
 
-Answer = dict[str, Any] | Refuse | Drop
+@dataclass(frozen=True)
+class Garble:
+    """Send a reply whose tool inputs are no JSON."""
+
+    reply: dict[str, Any]
+
+
+Answer = dict[str, Any] | Refuse | Drop | Garble
 Script = Sequence[Answer] | Callable[[dict[str, Any]], Answer]
 
 
@@ -88,14 +95,25 @@ class _Handler(BaseHTTPRequestHandler):
             case Drop(reply, events):
                 self._stream(reply, body, events)
                 self.close_connection = True
+            case Garble(reply):
+                self._stream(reply, body, garbled=True)
             case _:
                 self._stream(answer, body)
 
-    def _stream(self, reply: dict[str, Any], body: dict[str, Any], most: int | None = None) -> None:
+    def _stream(
+        self,
+        reply: dict[str, Any],
+        body: dict[str, Any],
+        most: int | None = None,
+        garbled: bool = False,
+    ) -> None:
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
         # a length that is never reached makes a dropped stream a broken one, not a short one
         events = list(stream_events({"model": body["model"], "usage": USAGE, **reply}))
+        for delta in (e["delta"] for e in events if garbled and "delta" in e):
+            if "partial_json" in delta:
+                delta["partial_json"] = "{'path': " + delta["partial_json"]
         texts = [f"event: {e['type']}\ndata: {json.dumps(e)}\n\n".encode() for e in events]
         self.send_header("content-length", str(sum(map(len, texts))))
         self.end_headers()
