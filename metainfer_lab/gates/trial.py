@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -13,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from metainfer_lab import checkpoints
+from metainfer_lab.checkpoints import fullsize
 from metainfer_lab.checkpoints.planted import Planted
 from metainfer_lab.checkpoints.planted_dense import planted_dense
 from metainfer_lab.checkpoints.planted_qwen36 import planted_qwen36
 from metainfer_lab.checkpoints.tiny import draw_dims, tiny_checkpoint
-from metainfer_lab.checkpoints.tiny_qwen36 import tiny_qwen36
+from metainfer_lab.checkpoints.tiny_qwen36 import shallow_config, tiny_qwen36
 from metainfer_lab.engine import EngineError, EngineManifest, EngineProcess, Nursery, is_recorded
 from metainfer_lab.errors import InputError
 from metainfer_lab.gates.compare import Ask, calibrated_truth, fixed_truth
@@ -25,8 +27,11 @@ from metainfer_lab.gates.tolerances import CALIBRATED, Depth
 from metainfer_lab.gates.verdict import Findings
 from metainfer_lab.model import ModelDims
 from metainfer_lab.oracle import Dtype, Oracle
+from metainfer_lab.paths import MODELS
 from metainfer_lab.sandbox import Sandbox, choose
 from metainfer_lab.spec import Spec
+
+SMALL_BYTES = 32 << 20
 
 
 @dataclass
@@ -96,6 +101,14 @@ class Trial:
             self.dims.family, seed, folder, shards=shards, dtype=self._dtype, **dims
         )
 
+    def shallow(self) -> Path:
+        """A fresh checkpoint of the model's full width, a layer of each kind; some gigabytes."""
+        config = json.loads((MODELS / self.spec.model / "config.json").read_text())
+        kinds = sorted(set(self.dims.layer_types), reverse=True)  # attention last
+        seed, folder = int(self.rng.integers(2**62)), self.new_folder()
+        few = shallow_config(config, kinds)
+        return fullsize.write(few, seed, folder, self.device, text_only=True)
+
     def planted(self) -> Planted:
         """A fresh checkpoint whose greedy text is known to the letter, in any precision."""
         seed, folder = int(self.rng.integers(2**62)), self.new_folder()
@@ -117,9 +130,18 @@ class Trial:
 
     def real(self) -> Path | None:
         """The spec's own checkpoint, where its weights can be had without a model hub."""
+        return self._real
+
+    @cached_property
+    def _real(self) -> Path | None:
+        """A small one as a copy, so that it is handled like those made here."""
         source = self.spec.checkpoint.source
-        here = source in checkpoints.KNOWN or Path(source).expanduser().is_dir()
-        return checkpoints.fetch(self.spec) if here else None
+        if source not in checkpoints.KNOWN and not Path(source).expanduser().is_dir():
+            return None
+        found = checkpoints.fetch(self.spec)
+        if sum(path.stat().st_size for path in found.iterdir()) > SMALL_BYTES:
+            return found
+        return shutil.copytree(found, self.new_folder())
 
     def new_folder(self) -> Path:
         """A path below the work folder that does not exist yet."""
