@@ -169,7 +169,8 @@ def optimise(
         run.replay(rows, on_event=on_event, judge=judge)
         return run
     opened = Engine.open(engine)
-    home = _home(opened, provider, run_id, fresh, budget_usd, settings, model, effort)
+    begins = provider != "external" or propose is None
+    home = _home(opened, provider, run_id, fresh, begins, budget_usd, settings, model, effort)
     with runs.locked(home):
         budget = Budget(turns=turns, wall_s=wall_s, tokens=tokens, usd=budget_usd)
         loop = _loop(opened, home, budget, judge, bench, on_event)
@@ -204,6 +205,7 @@ def _home(
     provider: Provider,
     run_id: str | None,
     fresh: bool,
+    begins: bool,
     usd: float | None,
     settings: dict[str, Any],
     model: str,
@@ -217,6 +219,8 @@ def _home(
     if known and not fresh:
         _same_settings(Optimisation(known[-1].folder), settings)
         return known[-1].folder
+    if not begins:
+        raise InputError(f"optimise {engine.folder}: measure the start first, without --propose")
     name = run_id or runs.next_id(spec.id, "o")
     # run.json comes last: a folder without it is no run yet
     chosen = _settings(engine, settings).model_dump_json(indent=1) + "\n"
@@ -307,9 +311,8 @@ def _one_proposal(loop: Search, proposal: Proposal | None) -> Optimisation:
     Beside the folder, `next` holds the tree that the next attempt begins with.
     """
     theirs, run = loop.source, Optimisation(loop.home)
-    if (loop.transcript.last is None) != (proposal is None):
-        text = "measure the start first" if proposal else "say what was changed (--propose)"
-        raise InputError(f"optimise {theirs}: {text}")
+    if loop.waits and proposal is None:
+        raise InputError(f"optimise {theirs}: say what was changed (--propose)")
     rebuild(loop.transcript.lines, loop.tools.engine)
     done, author = len(loop.rows()), None
     if proposal is not None:
