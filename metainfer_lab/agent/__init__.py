@@ -6,7 +6,9 @@ prompts.py     what the author reads
 tools.py       what the author can call; editor.py the one way that files change
 providers.py   where replies come from: a record, a folder (desk.py), the API
 transcript.py  lines, chained by hash
-run.py         a run as a folder; turns.py its turns in rows; publish.py the record
+review.py      the reviewer: a fresh context of code and skills
+inspector.py   what the compiler made of a kernel, from within the sandbox
+run.py         a run as a folder; turns.py its turns, tables.py runs in rows; publish.py the record
 replay.py      a recorded run carried out again, divergences listed
 toolbox.py     workspace and adopt, for an agent of one's own
 
@@ -22,11 +24,12 @@ _HOMES = {
     "Phase": "phases",
     "Run": "run",
     "adopt": "toolbox",
+    "by_spec": "tables",
     "explain": "phases",
     "generate": "generation",
     "record": "publish",
     "runs": "run",
-    "table": "run",
+    "table": "tables",
     "workspace": "toolbox",
 }
 __all__ = sorted(_HOMES)

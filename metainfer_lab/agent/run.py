@@ -306,11 +306,3 @@ def locked(folder: Path) -> Iterator[None]:
 def save(folder: Path, info: RunInfo) -> None:
     """Write run.json."""
     write_atomic(folder / "run.json", info.model_dump_json(indent=1, exclude_none=True) + "\n")
-
-
-def table(chosen: Sequence[Run] | None = None) -> pd.DataFrame:
-    """One row a run: attempts, verdicts, tokens, cost, lines, time, whether it passed."""
-    import pandas as pd
-
-    rows = [run.summary().model_dump() for run in (runs() if chosen is None else chosen)]
-    return pd.DataFrame(rows, columns=list(Summary.model_fields))
