@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from metainfer_lab.agent.run import Run, Turn
     from metainfer_lab.engine import Chat, Engine
     from metainfer_lab.gates import GateVerdict, Verdict
+    from metainfer_lab.gates.audit import Audit
     from metainfer_lab.plan import Plan
     from metainfer_lab.roofline import Term
     from metainfer_lab.spec import Spec
@@ -49,8 +50,10 @@ def code(text: str, language: str | None = None) -> str:
     from pygments.formatters import HtmlFormatter
     from pygments.lexers import get_lexer_by_name
 
-    # Pygments' dark-on-light colours need their own light ground to be readable in a dark theme.
-    formatter = HtmlFormatter(noclasses=True, cssstyles="padding: 4px; color: #000")
+    # Pygments' dark-on-light colours need their own light ground to be readable in a dark theme,
+    # and JupyterLab gives a <pre> a ground and a colour of the theme.
+    ground = "background: transparent; color: #000"
+    formatter = HtmlFormatter(noclasses=True, cssstyles="padding: 4px", prestyles=ground)
     return highlight(text, get_lexer_by_name(language), formatter)
 
 
@@ -133,6 +136,20 @@ def _failures(gate: GateVerdict, is_open: bool = False) -> str:
     head = ("case", "position", "error", "tolerance", "layer", "detail")
     rows = [tuple(getattr(f, name) for name in head) for f in gate.failures]
     return fold(f"{gate.gate}: {len(rows)} failures", table(head, rows), is_open)
+
+
+def audit_html(audit: Audit) -> str:
+    """How it ended and what each gate kills; what became of each wrong engine, folded."""
+    word = status("pass" if audit.passed else "fail")
+    lines = "<br>".join(escape(line) for line in audit.summary())
+    head = ("gate", "kills", "alone", "of them")
+    gates = [(g, n, len(audit.only[g]), ", ".join(audit.only[g])) for g, n in audit.gates.items()]
+    rows = [
+        (one.name, one.description, ", ".join(one.by) or Markup("<b>lives</b>"), one.words)
+        for one in (*audit.mutants, *audit.fakes)
+    ]
+    every = table(("wrong engine", "what is wrong", "killed by", "in words"), rows)
+    return f"{word} {lines}{table(head, gates)}{fold(f'{len(rows)} wrong engines', every)}"
 
 
 def engine_text(engine: Engine) -> str:
@@ -221,6 +238,7 @@ NOUNS: dict[tuple[str, str], tuple[Callable[[Any], str], Callable[[Any], str]]] 
     ("metainfer_lab.plan.result", "Plan"): (str, plan_html),
     ("metainfer_lab.gates.verdict", "Verdict"): (str, verdict_html),
     ("metainfer_lab.gates.verdict", "GateVerdict"): (str, gate_html),
+    ("metainfer_lab.gates.audit", "Audit"): (str, audit_html),
     ("metainfer_lab.agent.run", "Run"): (str, run_html),
     ("metainfer_lab.agent.run", "Turn"): (str, turn_html),
     ("metainfer_lab.agent.replay", "Report"): (str, report_html),

@@ -21,6 +21,7 @@ from metainfer_lab.gates.mutants import Mutant, catalogue, families
 from metainfer_lab.gates.witness import Witness
 from metainfer_lab.gates.worker import Killed, Worker
 from metainfer_lab.paths import ENGINES
+from metainfer_lab.show import audit_html
 
 WRONG = {one.key: one for kind in ("mutants", "fakes") for one in catalogue(kind)}
 # Wrong engine -> the gate that must kill it, and what its words must say.
@@ -135,6 +136,29 @@ def test_the_matrix_adds_up(monkeypatch, tmp_path):
     assert Audit.recorded() == whole
     older = whole.model_copy(update={"versions": whole.versions | {"alone": 0}})
     assert older.earlier == ["alone"] and "earlier version of alone" in str(older)
+
+
+def test_the_matrix_is_seen(monkeypatch):
+    """The picture has a cell for each engine and gate; the noun shows itself."""
+    whole = judged(monkeypatch, lambda one, gate: by_turns(one, gate) or (gate == "logits" and gate))
+    table = whole.table()
+    axes = lab.figures.kill_matrix(table).axes[0]
+    drawn = axes.collections[0].get_array()
+    assert drawn.size == len(WRONG) * len(whole.gates)
+    lone = sum(len(names) for names in whole.only.values())
+    assert (drawn == 2).sum() == lone and (drawn > 0).sum() == sum(whole.gates.values())
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert f"logits ({len(WRONG)})" in labels
+    html = audit_html(whole)
+    assert all(name in html for name in (*whole.gates, *table["name"]))
+
+
+def test_a_diff_says_what_is_wrong():
+    patch = WRONG["qwen3-reference/mask-off-by-one"]
+    lines = patch.diff().splitlines()
+    assert lines[0].startswith("--- operators.py")
+    assert any(line.startswith("+") and patch.new in line for line in lines)
+    assert len([line for line in lines if line[0] in "+-"]) == 4
 
 
 def test_what_fails_an_audit(monkeypatch):

@@ -22,7 +22,7 @@ def kill_matrix(table: pd.DataFrame) -> Figure:
 
     gates = [column for column in table.columns if column not in ("name", "kind")]
     table = table.sort_values(["kind", *gates], ascending=[True, *(False for _ in gates)])
-    kills = table[gates].to_numpy(dtype=int)
+    kills = table[gates].to_numpy(dtype=int, copy=True)
     kills[kills.sum(axis=1) == 1] *= 2
     with style():
         figure = Figure(figsize=(6.75, 0.9 + 0.21 * len(gates)))

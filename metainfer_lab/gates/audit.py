@@ -77,19 +77,23 @@ class Audit(Record):
                 rows.append(of | {gate: gate in one.by for gate in self.gates})
         return pd.DataFrame(rows)
 
-    def __str__(self) -> str:
+    def summary(self) -> list[str]:
+        """In lines: how many are dead, what is wrong, which right engines pass."""
         dead = len(self.mutants) + len(self.fakes) - len(self.survivors)
         head = f"{dead} dead of {dead + len(self.survivors)} in {self.seconds:.0f} s: "
         lines = [head + ("passed" if self.passed else "FAILED")]
         lines += [f"earlier version of {', '.join(self.earlier)}"] if self.earlier else []
         lines += [f"LIVES: {name}" for name in self.survivors]
         lines += [f"DOES NOT COUNT: {name}: {why}" for name, why in self.flaws.items()]
-        lines += [
+        right = self.right_engines.items()
+        return lines + [f"right engine {n}: {'pass' if ok else 'FAIL'}" for n, ok in right]
+
+    def __str__(self) -> str:
+        gates = [
             f"{gate}: {kills} killed, {len(self.only[gate])} by it alone"
             for gate, kills in self.gates.items()
         ]
-        engines = self.right_engines.items()
-        return "\n".join([*lines, *(f"{n}: {'pass' if ok else 'FAIL'}" for n, ok in engines)])
+        return "\n".join(self.summary() + gates)
 
 
 def audit(

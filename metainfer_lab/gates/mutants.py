@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Literal
 
@@ -66,6 +68,17 @@ class Mutant(BaseModel):
                 )
             path.write_text(text.replace(self.old, self.new))
         return folder
+
+    def diff(self) -> str:
+        """What makes it wrong, as a unified diff from the right engine."""
+        with tempfile.TemporaryDirectory() as work:
+            wrong, right = self.apply(Path(work) / self.name), ENGINES / self.engine
+            lines: list[str] = []
+            for path in sorted(wrong.rglob("*.py")):
+                name = path.relative_to(wrong)
+                before, after = ((at / name).read_text().splitlines() for at in (right, wrong))
+                lines += difflib.unified_diff(before, after, f"{name}", f"{name}", lineterm="")
+        return "\n".join(lines)
 
 
 def families() -> dict[str, str]:

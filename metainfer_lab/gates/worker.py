@@ -62,6 +62,11 @@ class Killed(Record):
     flaw: str | None = None
     seconds: float
 
+    @property
+    def words(self) -> str:
+        """The first reason, of the gate that comes first."""
+        return next((f"{gate}: {reason}" for gate, reason in self.by.items()), "")
+
     def __str__(self) -> str:
         if not self.by:
             return f"{self.name}: LIVES"
