@@ -107,10 +107,11 @@ def code(text: str, language: str) -> str:
     from pygments.formatters import HtmlFormatter
     from pygments.lexers import get_lexer_by_name
 
-    style = "padding: 4px; color: #000; max-height: 30em; overflow: auto"
-    return highlight(
-        text, get_lexer_by_name(language), HtmlFormatter(noclasses=True, cssstyles=style)
-    )
+    # a <pre> gets the theme's ground and colour from JupyterLab, which dark-on-light cannot bear
+    ground = "background: transparent; color: #000"
+    style = "padding: 4px; max-height: 30em; overflow: auto"
+    formatter = HtmlFormatter(noclasses=True, cssstyles=style, prestyles=ground)
+    return highlight(text, get_lexer_by_name(language), formatter)
 
 
 def html_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

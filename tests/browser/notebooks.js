@@ -37,8 +37,7 @@ function leastContrast() {
     return [255, 255, 255];
   };
   let least = { contrast: 21, text: "" };
-  const nodes = document.querySelectorAll(".jp-OutputArea-output .jp-RenderedHTMLCommon *, .jp-OutputArea-output pre");
-  for (const node of nodes) {
+  for (const node of document.querySelectorAll(".jp-OutputArea-output, .jp-OutputArea-output *")) {
     const text = [...node.childNodes].filter((n) => n.nodeType === 3).map((n) => n.data.trim()).join("");
     if (!text || !node.getClientRects().length) continue;
     const [a, b] = [light(parse(getComputedStyle(node).color)), light(ground(node))];
