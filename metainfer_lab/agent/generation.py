@@ -20,6 +20,7 @@ from metainfer_lab.agent.providers import FileTransport, client
 from metainfer_lab.agent.run import Run, RunInfo
 from metainfer_lab.agent.tools import Judge, Tools, measured, real_judge
 from metainfer_lab.agent.transcript import FILE, Transcript
+from metainfer_lab.agent.watch import view
 from metainfer_lab.errors import InputError
 from metainfer_lab.paths import write_atomic
 from metainfer_lab.skills import Role, config_of, load_skills
@@ -32,11 +33,6 @@ Provider = Literal["replay", "file", "anthropic"]
 MODEL, EFFORT = "claude-opus-5-5", "high"
 NOT_STATED = "not-stated"
 NO_REVIEWER = "none"
-
-
-def say_plainly(text: str) -> None:
-    """The live view everywhere: one plain line an event."""
-    print(text, flush=True)
 
 
 def generate(
@@ -56,7 +52,7 @@ def generate(
     rejections: int = 3,
     wall_s: float | None = None,
     tokens: int | None = None,
-    on_event: Callable[[str], None] = say_plainly,
+    on_event: Callable[[str], None] | None = None,
     judge: Judge | None = None,
     **connection: Any,
 ) -> Run:
@@ -66,8 +62,9 @@ def generate(
     when None); `file` waits in `folder` for an author's replies; `anthropic` calls the API (needs
     ANTHROPIC_API_KEY and budget_usd). An unfinished run of this spec and provider is gone on with,
     unless `fresh`. reviewer: for `file` the folder where another author reviews (default: none);
-    for `anthropic` "api", a fresh context of the same model (the default), or "none". connection:
-    base_url, timeout and the like, passed to the SDK's client.
+    for `anthropic` "api", a fresh context of the same model (the default), or "none". on_event is
+    told what happens, a line each (watch.view when None). connection: base_url, timeout and the
+    like, passed to the SDK's client.
     """
     spec = spec if isinstance(spec, Spec) else Spec.load(spec)
     if provider not in get_args(Provider):
@@ -75,7 +72,7 @@ def generate(
         raise InputError(f"provider: {provider!r} is none; there are {known}")
     if provider == "replay":
         run = Run.open(run_id or spec.id)
-        run.replay(phases=phases, on_event=on_event)
+        run.replay(phases=phases, on_event=on_event or view())
         return run
     limits = {"attempts": attempts, "rejections": rejections, "wall_s": wall_s, "tokens": tokens}
     budget = Budget.of(turns=turns, usd=budget_usd, **limits)
@@ -86,7 +83,7 @@ def generate(
     if (then := Run(home).info.reviewer) != who:
         raise InputError(f"reviewer: run {home.name} has the reviewer {then!r}; keep it")
     with runs.locked(home):
-        loop = _loop(spec, home, budget, judge or real_judge(spec), on_event)
+        loop = _loop(spec, home, budget, judge or real_judge(spec), on_event or view())
         _connect(provider, loop, {"implementer": folder, "reviewer": reviewer}, connection)
         return finish(loop, home)
 

@@ -30,6 +30,7 @@ from metainfer_lab.agent.tools import (
     definitions,
 )
 from metainfer_lab.agent.transcript import Block, Judgement, Line, Transcript
+from metainfer_lab.agent.watch import status
 from metainfer_lab.paths import tree_hash
 from metainfer_lab.skills import Role, Skill, reachable, route
 from metainfer_lab.spec import Spec
@@ -189,6 +190,7 @@ class Loop:
             model=reply.model if self.paid else None,
             usage=counted(reply.usage) if self.paid else None,
         )
+        self.say(status(self.transcript.lines))
 
     def _request(self, last: Line) -> dict[str, Any]:
         """What is sent: the stable prefix first (tools, rules, task), marked for the cache."""

@@ -21,6 +21,7 @@ from metainfer_lab.agent.phases import Phase
 from metainfer_lab.agent.providers import ReplayTransport, client
 from metainfer_lab.agent.tools import EDITOR, REMOVE, REVIEW, Judge, Result, Tools, real_judge
 from metainfer_lab.agent.transcript import FILE, Block, Judgement, Line, Transcript
+from metainfer_lab.agent.watch import say_plainly
 from metainfer_lab.errors import InputError
 from metainfer_lab.skills import Role, route
 from metainfer_lab.spec import Spec
@@ -162,8 +163,6 @@ def replay(
     A divergence is another tree after a turn, another outcome of a gate (speed apart), or a record
     whose chain is broken. InputError for a phase that the run does not have.
     """
-    from metainfer_lab.agent.generation import say_plainly
-
     names = list(dict.fromkeys(line.phase for line in run.transcript.lines))
     wanted = names if chosen is None else list(chosen)
     if unknown := set(wanted) - set(names):

@@ -10,13 +10,14 @@ from pathlib import Path
 from metainfer_lab.agent import run as runs
 from metainfer_lab.agent.budget import Budget
 from metainfer_lab.agent.desk import write_skills
-from metainfer_lab.agent.generation import finish, new_run, say_plainly, tools_of
+from metainfer_lab.agent.generation import finish, new_run, tools_of
 from metainfer_lab.agent.loop import Loop
 from metainfer_lab.agent.phases import ADOPTED, adopted_phase, phases
 from metainfer_lab.agent.providers import NoTransport, client
 from metainfer_lab.agent.run import Run
 from metainfer_lab.agent.tools import EDITOR, SUBMIT, Judge, real_judge
 from metainfer_lab.agent.transcript import FILE, Block, Transcript
+from metainfer_lab.agent.watch import say_plainly
 from metainfer_lab.errors import InputError
 from metainfer_lab.paths import ROOT, tree_files, write_atomic
 from metainfer_lab.skills import reachable
@@ -34,22 +35,27 @@ all skills are in `.claude/skills/`, each says when it is needed.
 - `./verify` asks all gates, `./verify --gates weights,logits` some. They alone decide. The order:
 {order}
 - `engine/engine.json` names the spec `{spec}` and the run `{run}`.
-- Keep `ledger.tsv`: one row an attempt worth remembering, losses included; its columns are id,
-  parent, hypothesis, predicted_ratio, workload, ratio, ratio_lo, ratio_hi, gates, lines, seconds,
-  status, reason, diff, raw.
+- Once every gate passes, `./optimise` measures the engine as the start of a ledger; from then on
+  `./optimise --propose "what was changed, why it should be faster" --ratio 1.05` judges `engine/`
+  as it stands: gates, runs in turn with the tree it was changed from, keep or discard, one row with
+  its diff. `next/` then holds the tree that the next change begins with. Never write a row by hand.
 
 The work is finished when `./verify` says `passed`; `metainfer-lab adopt FOLDER` then records it.
 """
-VERIFY = """\
+COMMAND = """\
 #!/bin/sh
-# Ask the gates about the engine in this folder.
+# {about}
 here=$(cd "$(dirname "$0")" && pwd)
-cd '{root}' && exec '{python}' -m metainfer_lab verify "$here/engine" --spec "$here/spec.yaml" "$@"
+cd '{root}' && exec '{python}' -m metainfer_lab {verb} "$here/engine" {options} "$@"
 """
+COMMANDS = {
+    "verify": ("Ask the gates about the engine in this folder.", '--spec "$here/spec.yaml"'),
+    "optimise": ("Judge a change to the engine in this folder.", "--provider external"),
+}
 
 
 def workspace(spec: Spec | str, folder: str | Path) -> Path:
-    """Lay out a blank folder: the spec, the skills, a guide, `verify` as a command.
+    """Lay out a blank folder: the spec, the skills, a guide, `verify` and `optimise` as commands.
 
     InputError when the folder holds anything already.
     """
@@ -66,8 +72,10 @@ def workspace(spec: Spec | str, folder: str | Path) -> Path:
     write_atomic(folder / "AGENTS.md", guide)
     write_atomic(folder / "CLAUDE.md", "@AGENTS.md\n")
     write_skills(folder / ".claude" / "skills", reachable(spec), failures=True)
-    write_atomic(folder / "verify", VERIFY.format(root=ROOT, python=sys.executable))
-    (folder / "verify").chmod(0o755)
+    for verb, (about, options) in COMMANDS.items():
+        given = {"about": about, "options": options, "root": ROOT, "python": sys.executable}
+        write_atomic(folder / verb, COMMAND.format(verb=verb, **given))
+        (folder / verb).chmod(0o755)
     return folder
 
 

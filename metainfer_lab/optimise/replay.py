@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from metainfer_lab.agent.generation import say_plainly
 from metainfer_lab.agent.loop import rebuild
 from metainfer_lab.agent.replay import MACHINE_BOUND, Divergence, Report
 from metainfer_lab.agent.tools import Judge, real_judge
 from metainfer_lab.agent.turns import diff, lines_of_code
+from metainfer_lab.agent.watch import say_plainly
 from metainfer_lab.errors import InputError
 from metainfer_lab.optimise import search
 from metainfer_lab.optimise.loop import ATTEMPT, START, raw_file, share_of_floor

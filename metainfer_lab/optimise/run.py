@@ -18,7 +18,6 @@ from metainfer_lab.agent.generation import (
     NOT_STATED,
     finish,
     new_run,
-    say_plainly,
     tools_of,
 )
 from metainfer_lab.agent.loop import Stopped, rebuild
@@ -27,6 +26,7 @@ from metainfer_lab.agent.replay import Report
 from metainfer_lab.agent.run import Run, RunInfo
 from metainfer_lab.agent.tools import Judge, real_judge
 from metainfer_lab.agent.transcript import FILE, Transcript
+from metainfer_lab.agent.watch import say_plainly
 from metainfer_lab.engine import Engine
 from metainfer_lab.engine.manifest import EngineManifest
 from metainfer_lab.errors import InputError
