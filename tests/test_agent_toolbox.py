@@ -44,6 +44,14 @@ def test_verify_of_a_workspace_is_a_command(tmp_path):
     assert done.returncode == 2 and "honesty" in done.stderr
 
 
+def test_optimise_of_a_workspace_is_a_command(tmp_path):
+    """It measures nothing before there is an engine, and judges no change before a start."""
+    folder = agent.workspace(SPEC, tmp_path / "w")
+    done = subprocess.run([folder / "optimise"], capture_output=True, text=True)
+    assert done.returncode == 2 and "engine.json" in done.stderr
+    assert "./optimise --propose" in (folder / "AGENTS.md").read_text()
+
+
 def test_adopt_verifies_records_and_replays(tmp_path):
     folder = agent.workspace(SPEC, tmp_path / "w")
     engine(folder, f"{SPEC}-a1")
