@@ -26,7 +26,7 @@ from metainfer_lab.agent.replay import Report
 from metainfer_lab.agent.run import Run, RunInfo
 from metainfer_lab.agent.tools import Judge, real_judge
 from metainfer_lab.agent.transcript import FILE, Transcript
-from metainfer_lab.agent.watch import say_plainly
+from metainfer_lab.agent.watch import view
 from metainfer_lab.engine import Engine
 from metainfer_lab.engine.manifest import EngineManifest
 from metainfer_lab.errors import InputError
@@ -149,7 +149,7 @@ def optimise(
     turns: int = 1000,
     wall_s: float | None = None,
     tokens: int | None = None,
-    on_event: Callable[[str], None] = say_plainly,
+    on_event: Callable[[str], None] | None = None,
     judge: Judge | None = None,
     bench: Bench | None = None,
     connection: dict[str, Any] | None = None,
@@ -166,14 +166,14 @@ def optimise(
     """
     if provider == "replay":
         run = recorded(run_id or str(engine.id if isinstance(engine, Spec) else engine))
-        run.replay(rows, on_event=on_event, judge=judge)
+        run.replay(rows, on_event=on_event or view(), judge=judge)
         return run
     opened = Engine.open(engine)
     begins = provider != "external" or propose is None
     home = _home(opened, provider, run_id, fresh, begins, budget_usd, settings, model, effort)
     with runs.locked(home):
         budget = Budget(turns=turns, wall_s=wall_s, tokens=tokens, usd=budget_usd)
-        loop = _loop(opened, home, budget, judge, bench, on_event)
+        loop = _loop(opened, home, budget, judge, bench, on_event or view())
         if provider == "external":
             return _one_proposal(loop, _proposal(propose))
         loop.client = _client(provider, loop, folder, connection or {})
