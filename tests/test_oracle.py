@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from metainfer_lab.checkpoints.modelopt import dequantised_checkpoint
 from metainfer_lab.checkpoints.tiny import draw_dims, tiny_checkpoint
+from metainfer_lab.checkpoints.tiny_qwen36 import tiny_qwen36
 from metainfer_lab.errors import InputError
 from metainfer_lab.model import ModelDims
 from metainfer_lab.oracle import Oracle
+from metainfer_lab.oracle.streamed import StreamedService
 from metainfer_lab.paths import ENGINES
 
 
@@ -37,8 +40,9 @@ def in_float64(checkpoint, tokens):
     spec.loader.exec_module(module)
     place = torch.device("cpu")
     config = module.engine.Config.read(checkpoint)
-    weights = module.engine.weights.read(checkpoint, config, place, torch.float64)
-    model = module.model.Model(config, weights, 64)
+    group = module.engine.Group.join(0, 1, config, place)
+    weights = module.engine.weights.read(checkpoint, config, place, torch.float64, group)
+    model = module.model.Model(config, weights, 64, group)
     cache = module.cache.NoCache()
     hidden = model.forward([module.model.Sequence(tokens, 0, [])], cache)
     return (hidden @ weights["lm_head.weight"].T).numpy()
@@ -68,3 +72,44 @@ def test_a_checkpoint_that_is_none_is_named(tmp_path, oracle, checkpoint):
     with pytest.raises(InputError, match="nothing-here"):
         oracle.use(tmp_path / "nothing-here")
     oracle.use(checkpoint)
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "quantised"])
+def test_layer_by_layer_it_says_the_same(kind, checkpoint, oracle, tmp_path):
+    folder = computed = checkpoint
+    if kind != "dense":
+        layers = ["linear_attention", "full_attention", "linear_attention"]
+        quantised = kind == "quantised"
+        folder = computed = tiny_qwen36(
+            5, tmp_path / "c", quantised=quantised, oracle=oracle, layer_types=layers
+        )
+        if quantised:
+            computed = dequantised_checkpoint(folder, tmp_path / "plain")
+    tokens = np.random.default_rng().integers(0, 150, 60).tolist()
+    oracle.use(computed, "float64")
+    whole = oracle.routed(tokens, range(60))
+    with Oracle(folder, streamed=True) as streamed:
+        first, second = (streamed.routed(tokens, range(60)) for _ in range(2))
+        rounded = streamed.logits(tokens, [7], "bfloat16")
+    assert np.abs(first.logits - whole.logits).max() < 1e-11
+    assert np.array_equal(first.logits, second.logits)
+    assert np.allclose(rounded, oracle.logits(tokens, [7], "bfloat16"), rtol=0, atol=1e-9)
+    if kind != "dense":
+        assert np.abs(first.router - whole.router).max() < 1e-11
+
+
+def test_layer_by_layer_no_layer_stays(checkpoint):
+    """One layer at most has weights at any time, and none when the answer is there."""
+    service, seen = StreamedService(), []
+    service.use(str(checkpoint), "float32")
+    layers = service.model.model.layers
+
+    def count(*_):
+        seen.append(sum(p.device.type != "meta" for layer in layers for p in layer.parameters()))
+
+    for layer in layers:
+        layer.register_forward_pre_hook(count)
+    service.logits([3, 1, 2], [2])
+    count()
+    each = len(list(layers[0].parameters()))
+    assert seen == [each] * len(layers) + [0]

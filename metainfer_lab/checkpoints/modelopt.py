@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,18 +139,21 @@ def stored(weight: torch.Tensor, form: str, amax: float, shift: int = 0) -> dict
 
 
 def dequantise(
-    tensors: Mapping[str, torch.Tensor], dims: ModelDims, dtype: torch.dtype
+    tensors: Mapping[str, torch.Tensor],
+    dims: ModelDims,
+    dtype: torch.dtype,
+    wanted: Callable[[Parameter], bool] = lambda parameter: True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of the text model in the plain layout, experts fused; exact in float64.
 
-    dims: of the quantised config. Tensors that are not quantised keep their dtype. Reads only what
-    a tensor needs, so `tensors` may be a mapping that opens files.
+    dims: of the quantised config; wanted: which parameters to make. Tensors that are not quantised
+    keep their dtype. Reads only what a tensor needs: `tensors` may be a mapping that opens files.
     """
     import torch
 
     for parameter in inventory(dims):
         form = dims.quantised_layers.get(module_of(parameter))
-        if parameter.role in ("vision", "mtp"):
+        if parameter.role in ("vision", "mtp") or not wanted(parameter):
             continue
         if form is None:
             yield parameter.name, tensors[parameter.name]

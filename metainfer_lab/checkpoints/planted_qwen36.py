@@ -18,13 +18,17 @@ import numpy as np
 
 from metainfer_lab.checkpoints import draws, modelopt, planted
 from metainfer_lab.checkpoints.planted import NOISE, OPEN, Planted
-from metainfer_lab.checkpoints.tiny_qwen36 import calibrate, draw_tensors, tiny_config, write
+from metainfer_lab.checkpoints.tiny_qwen36 import (
+    Calibrator,
+    calibrate,
+    draw_tensors,
+    tiny_config,
+    write,
+)
 from metainfer_lab.model import ModelDims
 
 if TYPE_CHECKING:
     import torch
-
-    from metainfer_lab.oracle import Oracle
 
     Tensors = dict[str, torch.Tensor]
 
@@ -54,7 +58,7 @@ def planted_qwen36(
     *,
     quantised: bool = False,
     wrapped: bool = False,
-    oracle: Oracle | None = None,
+    oracle: Calibrator | None = None,
     granules: Mapping[str, int] | None = None,
 ) -> Planted:
     """Write the checkpoint: 200 tokens, four layers, other dimensions drawn within `granules`."""

@@ -10,7 +10,7 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
@@ -23,10 +23,18 @@ from metainfer_lab.model.tensors import text_prefix
 if TYPE_CHECKING:
     import torch
 
-    from metainfer_lab.oracle import Oracle
-
 PATTERN = ("linear_attention", "linear_attention", "linear_attention", "full_attention")
 CALIBRATION_PROMPTS, CALIBRATION_TOKENS = 4, 48
+
+
+class Calibrator(Protocol):
+    """What makers of quantised checkpoints need of `metainfer_lab.oracle.Oracle`."""
+
+    def use(self, checkpoint: Path, dtype: Literal["float32", "float64"]) -> None:
+        """Answer for this checkpoint from now on."""
+
+    def input_amax(self, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
+        """Largest |input| of each linear module over some prompts."""
 
 
 def tiny_qwen36(
@@ -36,7 +44,7 @@ def tiny_qwen36(
     quantised: bool = False,
     wrapped: bool = True,
     shards: int = 2,
-    oracle: Oracle | None = None,
+    oracle: Calibrator | None = None,
     granules: Mapping[str, int] | None = None,
     **dims: Any,
 ) -> Path:
@@ -44,7 +52,7 @@ def tiny_qwen36(
 
     wrapped: as published, the text model within a multimodal one, whose vision and multi-token
     prediction tensors are there too. quantised: always wrapped, bf16 where it is not quantised,
-    and the input scales come from a forward pass of `oracle` (one is started if none is given).
+    and the input scales come from a forward pass of `oracle`, which must be there then.
     The same arguments give the same bytes.
     """
     rng = np.random.default_rng(seed)
@@ -152,20 +160,17 @@ def calibrate(
     config: dict[str, Any],
     tensors: Mapping[str, torch.Tensor],
     rng: np.random.Generator,
-    oracle: Oracle | None,
+    oracle: Calibrator | None,
 ) -> dict[str, float]:
     """Largest |input| of each linear module over random prompts, by the unquantised model."""
-    from metainfer_lab.oracle import Oracle
-
+    if oracle is None:
+        raise ValueError("oracle: a quantised checkpoint is calibrated by one")
     vocab = config.get("text_config", config)["vocab_size"]
     prompts = rng.integers(0, vocab, (CALIBRATION_PROMPTS, CALIBRATION_TOKENS)).tolist()
     with tempfile.TemporaryDirectory() as scratch:
         source = write(Path(scratch) / "source", config, tensors, shards=1)
-        if oracle is not None:
-            oracle.use(source, "float32")
-            return oracle.input_amax(prompts)
-        with Oracle(source, "float32") as own:
-            return own.input_amax(prompts)
+        oracle.use(source, "float32")
+        return oracle.input_amax(prompts)
 
 
 def truncated(source: Path, folder: Path, layers: int) -> Path:
