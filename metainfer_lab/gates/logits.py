@@ -16,14 +16,18 @@ from metainfer_lab.model import ModelDims
 
 REAL_TOKENS = 120  # of a prompt through the spec's own weights
 REAL_ROWS = 48  # of its logits
+FULL_CONTEXT = 80  # at full width, where a row of logits is large
 
 
 def logits(trial: Trial) -> None:
-    """One layer, several layers, every way that the head may be stored; then the real weights."""
+    """One layer, several, every way that the head may be stored; at full width on a GPU; the real
+    weights."""
     for name, fixed in _shapes(trial):
-        _tiny(trial, name, trial.tiny(**fixed))
+        _scored(trial, f"tiny, {name}", trial.tiny(**fixed))
         if trial.findings.failures:
             return  # the first wrong checkpoint says enough, and where it departs
+    if trial.device == "cuda":
+        _scored(trial, "full width", trial.shallow(), FULL_CONTEXT)
     if checkpoint := trial.real():
         _real(trial, checkpoint)
 
@@ -41,8 +45,8 @@ def _shapes(trial: Trial) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-def _tiny(trial: Trial, name: str, checkpoint: Path) -> None:
-    dims, context = ModelDims.from_config(checkpoint), max_context(checkpoint)
+def _scored(trial: Trial, name: str, checkpoint: Path, limit: int = 256) -> None:
+    dims, context = ModelDims.from_config(checkpoint), max_context(checkpoint, limit)
     middle = int(trial.rng.integers(2, 70))
     lengths = [1, middle, middle, context]  # equal ones too: an answer is not that of a length
     prompts = [trial.prompt(length, dims.vocab_size) for length in lengths]
@@ -55,17 +59,19 @@ def _tiny(trial: Trial, name: str, checkpoint: Path) -> None:
     found: list[str | None] = []  # the search is made once for a checkpoint
 
     def departure() -> str | None:
+        if limit == FULL_CONTEXT:
+            return None  # the search copies checkpoints, and this one is large
         if not found:
             found.append(first_departure(trial, checkpoint, prompts[1]))
             trial.ask(checkpoint)  # turns the oracle back
         return found[0]
 
     for prompt, positions, scored in zip(prompts, asked, got, strict=True):
-        case = f"tiny, {name}, prompt of {len(prompt)}"
+        case = f"{name}, prompt of {len(prompt)}"
         compare_scored(trial.findings, case, scored, ask, prompt, dims, positions, departure)
     trial.findings.case()
     if not np.array_equal(plain, got[1].logits):
-        trial.findings.fail(f"tiny, {name}", "score gives other logits when routing is asked for")
+        trial.findings.fail(name, "score gives other logits when routing is asked for")
 
 
 def _real(trial: Trial, checkpoint: Path) -> None:

@@ -18,7 +18,7 @@ from metainfer_lab.gates.trial import Trial
 from metainfer_lab.gates.verdict import NotJudged
 
 BLOCKS = (16, 32, 64, 128, 256, 512)  # at whose edges tiles, pages and chunks end
-CASES = {"cpu": 6, "cuda": 14}  # of an operator
+CASES = {"cpu": 6, "cuda": 8}  # of an operator
 
 Results = Mapping[str, np.ndarray]
 Form = Literal["naive", "kernel"]
@@ -26,7 +26,7 @@ Form = Literal["naive", "kernel"]
 
 def operators(trial: Trial) -> None:
     """Sizes one below, at and one above the edge of a block, and some drawn on the spot."""
-    checkpoint = trial.tiny()
+    checkpoint = trial.tiny() if trial.device == "cpu" else trial.shallow()
     with trial.candidate(checkpoint) as engine:
         pairs = engine.operators()
         if pairs is None and trial.device == "cpu":
