@@ -1,7 +1,12 @@
 """The sandbox: each rung's properties, by trying to break them; what happens when none works."""
 
+import json
 import os
+import secrets
 import socket
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -12,6 +17,7 @@ from metainfer_lab.errors import InputError
 from metainfer_lab.sandbox import rungs
 from metainfer_lab.sandbox.packages import site_folders, without
 
+PACKAGE = Path(sandbox.__file__).parents[1]
 RUNGS = [level for level in ("bubblewrap", "landlock") if not rungs.leaks(level)]
 
 
@@ -69,6 +75,145 @@ def test_the_network_is_out_of_reach_unless_asked_for(tmp_path, level):
         code = f"import socket; socket.create_connection(('127.0.0.1', {port}), 2)"
         assert python(code, tmp_path, level).rc != 0
         assert python(code, tmp_path, level, network=True).rc == 0
+
+
+@pytest.mark.parametrize("level", RUNGS)
+def test_other_processes_are_out_of_reach(tmp_path, level):
+    """Neither signals, nor memory, nor environment, nor an abstract socket of theirs."""
+    name = f"metainfer-{secrets.token_hex(4)}"
+    with socket.socket(socket.AF_UNIX) as server, subprocess.Popen(["sleep", "60"]) as other:
+        server.bind(f"\0{name}")
+        server.listen()
+        code = f"""
+import ctypes, os, signal, socket
+libc, pid = ctypes.CDLL(None, use_errno=True), {other.pid}
+buffer = ctypes.create_string_buffer(8)
+class Part(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+here, there = Part(ctypes.addressof(buffer), 8), Part(0x400000, 8)
+parts = ctypes.byref(here), 1, ctypes.byref(there), 1, 0
+def tries(action):
+    try:
+        action()
+        return True
+    except OSError:
+        return False
+def checked(result):
+    if result < 0:
+        raise OSError(ctypes.get_errno())
+print([
+    tries(lambda: os.kill(pid, signal.SIGUSR1)),
+    tries(lambda: checked(libc.ptrace(16, pid, 0, 0))),
+    tries(lambda: checked(libc.process_vm_readv(pid, *parts))),
+    tries(lambda: open(f"/proc/{{pid}}/environ").read()),
+    tries(lambda: open(f"/proc/{{pid}}/mem", "rb")),
+    tries(lambda: socket.socket(socket.AF_UNIX).connect("\\0{name}")),
+])
+"""
+        done = python(code, tmp_path, level)
+        alive = other.poll() is None
+        other.kill()
+    assert done.stdout.strip() == str([False] * 6) and alive, done
+
+
+@pytest.mark.parametrize("level", RUNGS)
+def test_temporary_files_and_compile_caches_are_private_and_gone_afterwards(tmp_path, level):
+    mark = f"metainfer-test-{secrets.token_hex(4)}"
+    foreign = Path(tempfile.gettempdir()) / mark
+    foreign.write_text("secret")
+    code = f"""
+import json, os, tempfile
+from pathlib import Path
+seen = []
+for folder in ("/tmp", "/var/tmp", "/dev/shm"):
+    try:
+        seen += [Path(folder, "{mark}").exists() and Path(folder, "{mark}").read_text()]
+        Path(folder, "{mark}-left").write_text("left")
+    except OSError:
+        pass
+caches = [v for n, v in os.environ.items() if n.endswith(("CACHE_DIR", "EXTENSIONS_DIR"))]
+Path(tempfile.gettempdir(), "own").write_text("own")
+print(json.dumps([seen, caches, tempfile.gettempdir(), os.environ["HOME"]]))
+"""
+    try:
+        done = python(code, tmp_path, level)
+    finally:
+        foreign.unlink()
+    seen, caches, scratch, home = json.loads(done.stdout)
+    assert "secret" not in seen and home == scratch
+    assert len(caches) == 3 and all(path.startswith(f"{scratch}/") for path in caches)
+    assert not Path(scratch).exists()
+    left = [Path(folder, f"{mark}-left") for folder in ("/tmp", "/var/tmp", "/dev/shm")]
+    assert not [path for path in left if path.exists()]
+
+
+@pytest.mark.parametrize("level", RUNGS)
+def test_the_project_cannot_be_written(tmp_path, level):
+    """Where it can be read at all, as a folder of gates that somebody allowed."""
+    code = f"""
+from pathlib import Path
+for path in (r"{PACKAGE}/gates/__init__.py", r"{PACKAGE}/new"):
+    try:
+        Path(path).open("a")
+        print("opened", path)
+    except OSError:
+        pass
+print(len(Path(r"{PACKAGE}/gates/__init__.py").read_text()) > 100)
+"""
+    done = python(code, tmp_path, level, readable=[PACKAGE])
+    assert done.stdout.strip() == "True", done
+
+
+@pytest.mark.parametrize("level", RUNGS)
+def test_limits_hold(tmp_path, level):
+    code = """
+import resource
+print([resource.getrlimit(getattr(resource, name)) for name in NAMES])
+""".replace("NAMES", str([*rungs.LIMITS]))
+    done = python(code, tmp_path, level)
+    for (soft, hard), limit in zip(eval(done.stdout), rungs.LIMITS.values(), strict=True):
+        assert 0 <= soft <= limit and 0 <= hard <= limit
+
+
+@pytest.mark.parametrize("level", RUNGS)
+def test_a_crowd_of_processes_is_ended(tmp_path, monkeypatch, level):
+    """By count: root is exempt from RLIMIT_NPROC."""
+    monkeypatch.setattr(sandbox, "MOST_PROCESSES", 20)
+    code = """
+import os, time
+for _ in range(60):
+    if os.fork() == 0:
+        time.sleep(50)
+        os._exit(0)
+time.sleep(50)
+"""
+    started = time.monotonic()
+    done = python(code, tmp_path, level, timeout_s=40)
+    assert time.monotonic() - started < 30 and not done.timed_out
+    assert done.rc != 0 and "processes" in done.stderr
+
+
+def test_without_user_namespaces_and_mounts_the_second_rung_holds(tmp_path):
+    """As in a plain container: the calls that bubblewrap needs are refused to a whole process."""
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    (tmp_path / "own").mkdir()
+    code = f"""
+import platform, sys
+from pathlib import Path
+from metainfer_lab import sandbox
+from metainfer_lab.sandbox import confine, rungs
+calls = {{"x86_64": [165, 272], "aarch64": [40, 97]}}  # mount, unshare
+confine.FORBIDDEN[platform.machine()] = calls[platform.machine()]
+confine.check(confine.libc.prctl(confine.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
+confine.seccomp(sockets=True)
+print(rungs.choose(), bool(rungs.leaks("bubblewrap")), rungs.leaks("landlock"))
+done = sandbox.run(["python", "-c", "open(r'{secret}')"], Path(r"{tmp_path}/own"))
+print(done.level, "PermissionError" in done.stderr)
+"""
+    env = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.stdout.split("\n")[:2] == ["landlock True ()", "landlock True"], done
 
 
 @pytest.mark.parametrize("level", RUNGS)

@@ -22,6 +22,7 @@ from metainfer_lab.sandbox.rungs import LIMITS, Level, Policy, Sandbox, choose, 
 
 __all__ = ["LIMITS", "Completed", "Confined", "Level", "Sandbox", "Tail", "choose", "leaks", "run"]
 
+MOST_PROCESSES = 512  # that a confined command may have; counted, since root has no RLIMIT_NPROC
 KEPT_OUTPUT = 64 << 10  # characters of a stream that are kept from its beginning and from its end
 PASSED_ON = ("LANG", "LC_ALL", "TZ", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 # NVLink multicast writes through fabric-wide resources that a killed process may not give back
@@ -85,6 +86,16 @@ class Confined:
         )
         self.stdout = Tail(self.process.stdout)
         self.stderr = Tail(self.process.stderr)
+        self.ending = threading.Event()
+        self.watch = threading.Thread(target=self._watch, daemon=True)
+        self.watch.start()
+
+    def _watch(self) -> None:
+        """End it when it has become a crowd."""
+        while not self.ending.wait(0.5) and self.process.poll() is None:
+            if _descendants(self.process.pid, MOST_PROCESSES) > MOST_PROCESSES:
+                self.stderr.tail += f"\nended: more than {MOST_PROCESSES} processes".encode()
+                _signal(self.process, signal.SIGTERM)
 
     def _environment(self, threads: int | None) -> dict[str, str]:
         (self.scratch / "bin").mkdir()
@@ -119,6 +130,8 @@ class Confined:
 
     def end(self, grace_s: float = 2.0) -> int:
         """End the process group now; the exit code."""
+        self.ending.set()
+        self.watch.join()
         if self.process.poll() is None:
             _signal(self.process, signal.SIGTERM)  # the launchers end their descendants on it
             try:
@@ -186,6 +199,18 @@ class Tail:
     def text(self) -> str:
         gap = f"\n… {self.dropped} bytes left out …\n".encode() if self.dropped else b""
         return (bytes(self.head) + gap + bytes(self.tail)).decode(errors="replace")
+
+
+def _descendants(pid: int, enough: int) -> int:
+    """How many processes one has started, directly or not; counts no further than `enough`."""
+    waiting, found = [pid], 0
+    while waiting and found <= enough:
+        for path in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # it may end meanwhile
+                children = [int(child) for child in path.read_text().split()]
+                waiting += children
+                found += len(children)
+    return found
 
 
 def _program(name: str) -> str:

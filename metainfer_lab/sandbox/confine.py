@@ -1,4 +1,7 @@
-"""The launcher of the Landlock rung: `python -I -S confine.py POLICY command...`. Stands alone.
+"""Launches a command confined: `python -I -S confine.py POLICY command...`. Stands alone.
+
+Within bubblewrap it sets limits and becomes the command; POLICY is then {"limits": ...} alone. On
+the Landlock rung it does all that there is:
 
 It forks. The child ties its own hands (no new privileges, resource limits, Landlock for files, TCP
 and signals, seccomp against sockets and tracing) and becomes the command; the parent stays as the
@@ -46,6 +49,9 @@ FORBIDDEN = {
 
 def main(policy: dict[str, Any], command: list[str]) -> int:
     """Run the command confined; its exit code, or 128 + the signal that ended it."""
+    if policy.keys() == {"limits"}:
+        set_limits(policy["limits"])
+        os.execv(command[0], command)
     check(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "subreaper")
     signal.signal(signal.SIGTERM, lambda *_: leave(143))
     child = os.fork()
@@ -75,15 +81,20 @@ def confine(policy: dict[str, Any]) -> None:
     """Tie this process's hands; it and what it starts can never untie them."""
     check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "death signal")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for name, value in policy["limits"].items():
-        kind = getattr(resource, name)
-        hard = resource.getrlimit(kind)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (value, value))
+    set_limits(policy["limits"])
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
     drop_capabilities()
     landlock(policy)
     seccomp(policy["sockets"])
+
+
+def set_limits(limits: dict[str, int]) -> None:
+    """Limits by RLIMIT_* name, never above those that are set already."""
+    for name, value in limits.items():
+        kind = getattr(resource, name)
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
 
 
 def drop_capabilities() -> None:

@@ -123,13 +123,14 @@ def _bubblewrap(policy: Policy, cwd: Path) -> list[str]:
     for path in site_folders():
         if any(path.is_relative_to(root) for root in (*SYSTEM, Path(sys.base_prefix).resolve())):
             argv += ["--tmpfs", str(path)]
-    for path in sorted({*allowed_packages().values(), *policy.readable}):
+    for path in sorted({LAUNCHER, *allowed_packages().values(), *policy.readable}):
         argv += ["--ro-bind", str(path), str(path)]
     for path in devices():
         argv += ["--dev-bind", str(path), str(path)]
     for path in (policy.scratch, *policy.writable):
         argv += ["--bind", str(path), str(path)]
-    return [*argv, "--chdir", str(cwd)]
+    limits = [str(interpreter()), "-I", "-S", str(LAUNCHER), json.dumps({"limits": policy.limits})]
+    return [*argv, "--chdir", str(cwd), *limits]
 
 
 def _bubblewrap_binary() -> Path:
