@@ -66,7 +66,7 @@ def traits(spec: Spec) -> dict[str, str]:
     from metainfer_lab.model import ModelDims
 
     return {
-        "family": ModelDims.from_config(config_of(spec)).family,
+        "family": ModelDims.load(spec.model).family,
         "model": spec.model,
         "device": "cpu" if spec.hardware == "cpu" else "gpu",
         "hardware": spec.hardware,

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from metainfer_lab.agent.phases import TEMPLATES, explain, phases
+from metainfer_lab.agent.phases import TEMPLATES, changed, explain, phases
 from metainfer_lab.errors import InputError
 from metainfer_lab.skills import as_markdown, load_skills, parse, reachable, route, traits
 from metainfer_lab.spec import Spec, shipped
@@ -96,6 +96,20 @@ def test_explain_says_what_each_role_is_shown():
     rows = explain(Spec.load(FP32), GATES)
     assert set(rows["role"]) == {"implementer", "reviewer"} and len(rows) == 12
     assert (rows["tokens"] > 1000).all()
+
+
+def test_an_edited_skill_changes_the_phases_that_show_it(skills):
+    spec = Spec.load(FP32)
+    assert changed(spec, skills).empty
+    told = skills["kv-cache"].model_copy(update={"body": skills["kv-cache"].body + "\nMore." * 80})
+    rows = changed(spec, skills | {"kv-cache": told})
+    assert "model" in set(rows["phase"]) and (rows["edited"] == "kv-cache").all()
+    assert (rows["more_tokens"] == 120).all()
+    moved = skills["sampler"].model_copy(update={"phase": ["limits", "speed"]})
+    rows = changed(spec, skills | {"sampler": moved}).set_index(["phase", "role"])
+    assert rows.loc[("speed", "implementer"), "added"] == "sampler"
+    assert rows.loc[("decode", "implementer"), "dropped"] == "sampler"
+    assert "limits" not in rows.index.get_level_values("phase")
 
 
 def test_a_wrong_skill_is_refused_by_name(tmp_path):

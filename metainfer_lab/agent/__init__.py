@@ -25,6 +25,7 @@ _HOMES = {
     "Run": "run",
     "adopt": "toolbox",
     "by_spec": "tables",
+    "changed": "phases",
     "explain": "phases",
     "generate": "generation",
     "record": "publish",

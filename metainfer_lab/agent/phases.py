@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
-from metainfer_lab.skills import Role, route, traits
+from metainfer_lab.skills import Role, Skill, route, traits
 from metainfer_lab.spec import Spec
 
 if TYPE_CHECKING:
@@ -109,10 +109,13 @@ def adopted_phase(gates: Collection[str]) -> Phase:
     return Phase(ADOPTED, "an engine that was written elsewhere", (), tuple(gates), ())
 
 
-def phases(spec: Spec, gates: Collection[str] | None = None) -> list[Phase]:
+def phases(
+    spec: Spec, gates: Collection[str] | None = None, skills: dict[str, Skill] | None = None
+) -> list[Phase]:
     """The phases of a spec, each with the skills it shows and the gates that end it.
 
-    gates: names of the gates that exist (those of `metainfer_lab.gates` when not given).
+    gates: names of the gates that exist (those of `metainfer_lab.gates` when not given); skills:
+    those of data/skills when not given.
     """
     if gates is None:
         from metainfer_lab.gates import GATES as gates
@@ -120,21 +123,43 @@ def phases(spec: Spec, gates: Collection[str] | None = None) -> list[Phase]:
     for template in TEMPLATES:
         own = tuple(gate for gate in template.gates if gate in gates and gate not in passed)
         if own and template.when(spec, known):
-            shown = tuple(skill.name for skill in route(spec, template.name))
+            shown = tuple(skill.name for skill in route(spec, template.name, skills=skills))
             chain.append(Phase(template.name, template.goal, shown, own, passed))
             passed += own
     return chain
 
 
-def explain(spec: Spec, gates: Collection[str] | None = None) -> pd.DataFrame:
+def explain(
+    spec: Spec, gates: Collection[str] | None = None, skills: dict[str, Skill] | None = None
+) -> pd.DataFrame:
     """Which skills go to which phase and role, with their tokens, and what ends the phase."""
     import pandas as pd
 
     rows = []
-    for phase in phases(spec, gates):
+    for phase in phases(spec, gates, skills):
         for role in get_args(Role):
-            shown = route(spec, phase.name, role)
+            shown = route(spec, phase.name, role, skills=skills)
             names = ", ".join(skill.name for skill in shown)
             tokens = sum(skill.tokens for skill in shown)
             rows.append([phase.name, role, names, tokens, ", ".join(phase.gates)])
     return pd.DataFrame(rows, columns=["phase", "role", "skills", "tokens", "gates"])
+
+
+def changed(spec: Spec, skills: dict[str, Skill]) -> pd.DataFrame:
+    """What other skills than those of data/skills would change: one row a phase and role that
+    would read something else, with the names of skills that come, go, or say something new."""
+    import pandas as pd
+
+    rows = []
+    for phase in phases(spec):
+        for role in get_args(Role):
+            before = {skill.name: skill for skill in route(spec, phase.name, role)}
+            after = {skill.name: skill for skill in route(spec, phase.name, role, skills=skills)}
+            edited = sorted(n for n in before.keys() & after if before[n].body != after[n].body)
+            names = [sorted(after.keys() - before), sorted(before.keys() - after), edited]
+            more = sum(s.tokens for s in after.values()) - sum(s.tokens for s in before.values())
+            if any(names):
+                rows.append([phase.name, role, *map(", ".join, names), more])
+    return pd.DataFrame(
+        rows, columns=["phase", "role", "added", "dropped", "edited", "more_tokens"]
+    )
