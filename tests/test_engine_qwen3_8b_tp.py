@@ -341,6 +341,29 @@ def _tuple(value):
     return value if isinstance(value, tuple) else (value,)
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_tiles_divide_the_model_for_every_world(world, tokens):
+    """What skinny.cu asserts, and that blocks which wait for another GPU are all there at once."""
+    from engine_qwen3_8b_tp.kernels.skinny import SMS, _shape
+
+    products = {
+        "qkv": (6144 // world, 4096),
+        "gate_up": (24576 // world, 4096),
+        "head": (151936 // world, 4096),
+    }
+    residual = [("residual", 4096, 4096 // world), ("residual", 4096, 12288 // world)]
+    for name, rows, k in [(name, *sizes) for name, sizes in products.items()] + residual:
+        shape = _shape(name, tokens, rows, k)
+        assert k % (shape.bk * shape.cluster) == 0 and shape.bk // 16 % shape.wk == 0
+        slot = 16 if name == "residual" else 4  # rows that a thread or four finish
+        assert shape.rows % (16 * shape.wr) == 0 and shape.rows % (slot * shape.cluster) == 0
+        assert shape.rows * shape.bk // 8 % (32 * shape.wr * shape.wk) == 0
+        assert shape.shared_bytes(tokens) <= 232448 - 2048 and shape.stages >= 2
+        if name == "residual":
+            assert -(-rows // shape.rows) * shape.cluster <= SMS
+
+
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_kernels_that_exchange_compile_for_their_targets(arch, world):

@@ -2,8 +2,8 @@
 without a GPU.
 
 Shapes: T or M tokens (rows), H hidden size, N outputs, D head dimension, V vocabulary. A "weighted"
-row is residual * norm_weight, not yet divided by the row's root mean square; `squares` [M, H / 32]
-holds the sums of residual^2 over 32 columns each, so that whoever multiplies the row can scale its
+row is residual * norm_weight, not yet divided by the row's root mean square; `squares` [M, H / 16]
+holds the sums of residual^2 over 16 columns each, so that whoever multiplies the row can scale its
 result instead.
 """
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from .group import Group
 
-SLOT = 32
+SLOT = 16
 ALONE = Group()
 
 

@@ -96,7 +96,7 @@ class Runner:
         self.graphs = Graphs(self.device)
         self.batches = [b for b in BATCHES if b < slots] + [slots]
         if self.graphs.enabled:
-            self.group.connect(8 * MAX_BATCH * model.config.hidden_size)
+            self.group.connect(4 * MAX_BATCH * model.config.hidden_size)
             self._capture()
             self.group.ready()
 

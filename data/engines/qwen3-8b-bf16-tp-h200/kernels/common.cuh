@@ -115,8 +115,8 @@ DEVICE u32 swizzled(int row, int chunk) {
 #define WORLD 1
 #endif
 
-// One exchange between the GPUs of all ranks; see exchange.py. Values travel as pairs, each beside
-// the number of the exchange: 8 bytes arrive together, so a value with the right number is there.
+// One exchange between the GPUs of all ranks; see exchange.py. 16 bytes travel and arrive together:
+// three words and the number of the exchange. Words with the right number beside them are there.
 struct Exchange {
   const u64* peers;  // addresses of all ranks' buffers
   u32 number, limit_ms;
@@ -130,25 +130,25 @@ struct Exchange {
   DEVICE u64 slot(int reader, int writer, int index) const {
     return peers[reader] + ((u64)(number & 1) * WORLD + writer) * bytes + (u64)index * 16;
   }
-  DEVICE void send(int index, u32 a, u32 b) const {
+  DEVICE void send(int index, uint3 words) const {
 #pragma unroll
-    for (int other = 0; other < WORLD; ++other)
-      if (other != rank)
-        asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(
-                         slot(other, rank, index)),
-                     "r"(a), "r"(number), "r"(b)
+    for (int reader = 0; reader < WORLD; ++reader)
+      if (reader != rank)
+        asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(
+                         slot(reader, rank, index)),
+                     "r"(words.x), "r"(words.y), "r"(words.z), "r"(number)
                      : "memory");
   }
   // Waits at most limit_ms; a rank that does not send by then is lost, and with it this kernel.
-  DEVICE void receive(int writer, int index, u32& a, u32& b) const {
+  DEVICE uint3 receive(int writer, int index) const {
     u64 from = slot(rank, writer, index), started = 0, now;
     for (u32 tries = 1;; ++tries) {
-      u32 first, second;
+      uint4 got;
       asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(a), "=r"(first), "=r"(b), "=r"(second)
+                   : "=r"(got.x), "=r"(got.y), "=r"(got.z), "=r"(got.w)
                    : "l"(from)
                    : "memory");
-      if (first == number && second == number) return;
+      if (got.w == number) return make_uint3(got.x, got.y, got.z);
       if (tries % 1024) continue;
       asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
       if (started == 0) started = now;
@@ -156,3 +156,31 @@ struct Exchange {
     }
   }
 };
+
+// Four sums travel with 24 bits each (2^-16 off at most), so that they and their number
+// fill 16 bytes. All ranks add the same rounded values in the same order and hold the same bits.
+DEVICE u32 to_24_bits(float v) {
+  u32 bits = __float_as_uint(v);
+  return (bits + ((bits & 0x7f800000u) == 0x7f800000u ? 0u : 0x80u)) >> 8;
+}
+DEVICE uint3 pack(float4 v) {
+  u32 a = to_24_bits(v.x), b = to_24_bits(v.y), c = to_24_bits(v.z), d = to_24_bits(v.w);
+  return make_uint3(a | b << 24, b >> 8 | c << 16, c >> 16 | d << 8);
+}
+DEVICE float4 unpack(uint3 w) {
+  return make_float4(__uint_as_float(w.x << 8), __uint_as_float(w.x >> 24 << 8 | w.y << 16),
+                     __uint_as_float(w.y >> 16 << 8 | w.z << 24), __uint_as_float(w.z & ~0xffu));
+}
+
+// This rank's quad `index`, summed over ranks in their order.
+DEVICE float4 sum_of_ranks(const Exchange& exchange, float4 own, int index) {
+  uint3 mine = pack(own);
+  exchange.send(index, mine);
+  float4 sum = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int writer = 0; writer < WORLD; ++writer) {
+    float4 part = unpack(writer == exchange.rank ? mine : exchange.receive(writer, index));
+    sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+  }
+  return sum;
+}

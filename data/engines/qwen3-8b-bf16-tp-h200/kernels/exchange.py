@@ -1,8 +1,9 @@
 """Memory that the kernels of all ranks write into: CUDA IPC, no NVLink multicast.
 
 One buffer a rank: [2 generations][rank that wrote][bytes_per_rank]. A kernel sends its values
-straight into the other GPUs' buffers, each 4 bytes with the number of the exchange beside them
-(a value and its flag arrive together, so there is no fence), and polls its own buffer. Numbers
+straight into the other GPUs' buffers, 12 bytes and the number of the exchange in one store (they
+arrive together, as NCCL's LL128 protocol presumes of NVLink, so there is no fence), and polls its
+own buffer. Numbers
 count up by one from exchange to exchange, generations alternate: whoever sends number n has
 received all of n - 1, so everybody has read n - 2, which it overwrites.
 """

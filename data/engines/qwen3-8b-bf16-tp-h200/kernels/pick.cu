@@ -36,18 +36,13 @@ extern "C" __global__ void __launch_bounds__(32)
 
   float tops[WORLD], sums[WORLD];
   int ids[WORLD];
-  if (WORLD > 1) {
-    exchange.send(2 * row, __float_as_uint(most), id);
-    exchange.send(2 * row + 1, __float_as_uint(sum), 0);
-  }
+  if (WORLD > 1) exchange.send(row, make_uint3(__float_as_uint(most), id, __float_as_uint(sum)));
 #pragma unroll
   for (int writer = 0; writer < WORLD; ++writer) {
-    u32 a = __float_as_uint(most), b = id, c = __float_as_uint(sum), unused;
-    if (WORLD > 1 && writer != own_rank) {
-      exchange.receive(writer, 2 * row, a, b);
-      exchange.receive(writer, 2 * row + 1, c, unused);
-    }
-    tops[writer] = __uint_as_float(a), ids[writer] = b, sums[writer] = __uint_as_float(c);
+    uint3 words = make_uint3(__float_as_uint(most), id, __float_as_uint(sum));
+    if (WORLD > 1 && writer != own_rank) words = exchange.receive(writer, row);
+    tops[writer] = __uint_as_float(words.x), ids[writer] = words.y;
+    sums[writer] = __uint_as_float(words.z);
   }
   most = tops[0], sum = 0.f, id = nobody;
 #pragma unroll

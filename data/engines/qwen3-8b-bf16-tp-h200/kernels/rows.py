@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-SLOT = tl.constexpr(32)
+SLOT = tl.constexpr(16)
 
 
 @triton.jit
@@ -27,8 +27,8 @@ def weigh_rows(
     count, width = rows.shape[0], source.shape[1]
     residual = torch.empty(count, width, dtype=torch.float32, device=source.device)
     weighted = torch.empty_like(residual, dtype=torch.bfloat16)
-    squares = torch.empty(count, width // 32, dtype=torch.float32, device=source.device)
-    slots = triton.next_power_of_2(width // 32)
+    squares = torch.empty(count, width // SLOT.value, dtype=torch.float32, device=source.device)
+    slots = triton.next_power_of_2(width // SLOT.value)
     _weigh_kernel[(count,)](
         source, rows, norm_weight, residual, weighted, squares, width, SLOTS=slots
     )

@@ -10,16 +10,18 @@
 // of a stage. Sums over warps and blocks run in fixed order.
 //
 // Input norm: x holds r * norm_weight in bfloat16, not yet normalised; its row scale 1 / rms(r) is
-// applied to the float32 sums. sumsq_in[m, slot] are the sums of r^2 over 32 columns each.
+// applied to the float32 sums. sumsq_in[m, slot] are the sums of r^2 over 16 columns each.
 //
 // MODE_RESIDUAL with several ranks: each thread sends its finished sums to the other GPUs and adds
 // what comes from them, in the order of ranks. Its blocks must all be on the GPU at once.
 //
-// Compile-time: WORLD, K, TOKENS (a power of two), ROWS, CLUSTER, PASSES, BK, STAGES, WR, WK, LEAD, MODE.
+// Compile-time: WORLD, K, TOKENS (a power of two), ROWS, CLUSTER, PASSES, BK, STAGES, WR, WK, LEAD,
+// SHIFT, MODE.
 #define MODE_SCALE 0     // out[m, n] = scale * y, float32
 #define MODE_RESIDUAL 1  // residual += the ranks' sum of y; out = bfloat16(residual * norm_weight); sumsq_out
 #define MODE_SILU 2  // out = silu(gate) * up, bfloat16; rows n and n + n_out of w are gate and up
 
+constexpr int SLOT = 16;  // columns behind one sum of squares
 constexpr int NT = TOKENS > 8 ? TOKENS / 8 : 1;  // groups of 8 tokens
 constexpr int WARPS = WR * WK;
 constexpr int THREADS = WARPS * 32;
@@ -44,8 +46,9 @@ static_assert(STEPS * BK == KC && KC * CLUSTER == K, "k divides evenly");
 static_assert((BK / 16) % WK == 0 && TILES * 16 * WR == ROWS, "warps divide the tile");
 static_assert(PASSES > 1 || SUM_BYTES <= STAGES * STAGE_BYTES, "sums fit into the ring");
 static_assert(PASSES == 1 || CLUSTER == 1, "blocks of a cluster read each other's sums once");
-static_assert(MODE != MODE_RESIDUAL || (OUT_ROWS == 32 && THREADS >= QUADS * TOKENS && PASSES == 1),
-              "a thread finishes one quad, eight threads one slot of 32 columns");
+static_assert(MODE != MODE_RESIDUAL ||
+                  (OUT_ROWS % SLOT == 0 && THREADS >= QUADS * TOKENS && PASSES == 1),
+              "a thread finishes one quad, four threads one slot of 16 columns");
 
 // Row of w behind row r of the tile; in MODE_SILU each 16 rows are 8 of gate and their 8 of up.
 DEVICE int weight_row(int tile, int r, int n_out) {
@@ -63,6 +66,11 @@ struct Ring {
   const u16* source[COPIES];  // this thread's chunks of the tile's first stage
 
   DEVICE u32 stage(int step) const { return base + (step % STAGES) * STAGE_BYTES; }
+  // Where in k a step is. Blocks start SHIFT steps apart, so that they do not all want the same
+  // tokens from L2 at the same time.
+  DEVICE int k_at(int step) const {
+    return k0 + (step + blockIdx.x / CLUSTER * SHIFT) % STEPS * BK;
+  }
   DEVICE int tile(int step) const { return (blockIdx.x + step / STEPS * gridDim.x) / CLUSTER; }
 
   DEVICE void load_weights(int step) {
@@ -71,20 +79,41 @@ struct Ring {
 #pragma unroll
       for (int j = 0; j < COPIES; ++j) {
         int from = weight_row(tile(step), row + j * (THREADS / CHUNKS), n_out);
-        source[j] = w + (u64)from * K + k0 + chunk * 8;
+        source[j] = w + (u64)from * K + chunk * 8;
       }
     }
 #pragma unroll
     for (int j = 0; j < COPIES; ++j)
       copy_async(stage(step) + swizzled<ROW_BYTES>(row + j * (THREADS / CHUNKS), chunk),
-                 source[j] + step % STEPS * BK);
+                 source[j] + k_at(step));
   }
-  // Rows beyond `tokens` stay unwritten: they only reach columns that nobody reads.
+  // The first stages' tokens, if few, through registers: asynchronous copies would wait behind all
+  // weights of the ring. Rows beyond `tokens` stay unwritten: they only reach columns that nobody reads.
+  DEVICE void copy_first_tokens(char* memory) const {
+    constexpr int ROW = TOKENS * CHUNKS, ALL = (STAGES < TOTAL ? STAGES : TOTAL) * ROW;
+    constexpr int EACH = (ALL + THREADS - 1) / THREADS, AT_ONCE = EACH < 8 ? EACH : 8;
+    for (int first = threadIdx.x; first < ALL; first += AT_ONCE * THREADS) {
+      uint4 values[AT_ONCE];
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) {
+        int i = first + j * THREADS, step = i / ROW, m = i % ROW / CHUNKS;
+        if (i < ALL && m < tokens)
+          values[j] = *(const uint4*)&x[(u64)m * K + k_at(step) + i % CHUNKS * 8];
+      }
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) {
+        int i = first + j * THREADS, step = i / ROW, m = i % ROW / CHUNKS;
+        if (i < ALL && m < tokens)
+          *(uint4*)(memory + step * STAGE_BYTES + W_BYTES + swizzled<ROW_BYTES>(m, i % CHUNKS)) =
+              values[j];
+      }
+    }
+  }
   DEVICE void load_tokens(int step) const {
     for (int i = threadIdx.x; i < tokens * CHUNKS; i += THREADS) {
       int m = i / CHUNKS, chunk = i % CHUNKS;
       copy_async(stage(step) + W_BYTES + swizzled<ROW_BYTES>(m, chunk),
-                 x + (u64)m * K + k0 + step % STEPS * BK + chunk * 8);
+                 x + (u64)m * K + k_at(step) + chunk * 8);
     }
   }
 };
@@ -156,7 +185,7 @@ DEVICE void row_scales(float* scale, const float* sumsq, int tokens, float eps, 
   for (int m = warp; m < tokens; m += WARPS) {
     float s = 0.f;
 #pragma unroll
-    for (int slot = lane; slot < K / 32; slot += 32) s += sumsq[m * (K / 32) + slot];
+    for (int slot = lane; slot < K / SLOT; slot += 32) s += sumsq[m * (K / SLOT) + slot];
     s = warp_sum(s);
     if (lane == 0) scale[m] = rsqrtf(s / K + eps);
   }
@@ -189,27 +218,6 @@ DEVICE void finish_silu(u16* out, const float* sums, const float* scale, int tok
   }
 }
 
-// Four values of a quad, summed over ranks. Its two pairs lie so that eight threads fill 128 bytes.
-DEVICE float4 sum_of_ranks(const Exchange& exchange, float4 own, int at) {
-  int index = at / 32 * 16 + at / 4 % 8;
-  exchange.send(index, __float_as_uint(own.x), __float_as_uint(own.y));
-  exchange.send(index + 8, __float_as_uint(own.z), __float_as_uint(own.w));
-  float4 sum = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-  for (int writer = 0; writer < WORLD; ++writer) {
-    float4 part = own;
-    if (writer != exchange.rank) {
-      u32 v[4];
-      exchange.receive(writer, index, v[0], v[1]);
-      exchange.receive(writer, index + 8, v[2], v[3]);
-      part = make_float4(__uint_as_float(v[0]), __uint_as_float(v[1]), __uint_as_float(v[2]),
-                         __uint_as_float(v[3]));
-    }
-    sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-  }
-  return sum;
-}
-
 struct Residual {
   int at, n, token;  // this thread's quad; token >= tokens: none
   float4 value;
@@ -225,7 +233,7 @@ struct Residual {
     float squares = 0.f;
     if (token < tokens) {
       float4 y = total(sums, token, rank * OUT_ROWS + threadIdx.x % QUADS * 4);
-      if (WORLD > 1) y = sum_of_ranks(exchange, y, at);
+      if (WORLD > 1) y = sum_of_ranks(exchange, y, at / 4);
       float4 r = make_float4(value.x + y.x, value.y + y.y, value.z + y.z, value.w + y.w);
       const u16* w = norm_weight + n;
       *(float4*)&residual[at] = r;
@@ -234,9 +242,9 @@ struct Residual {
       squares = r.x * r.x + r.y * r.y + r.z * r.z + r.w * r.w;
     }
 #pragma unroll
-    for (int offset = 4; offset > 0; offset >>= 1)
+    for (int offset = 2; offset > 0; offset >>= 1)
       squares += __shfl_xor_sync(0xffffffffu, squares, offset);
-    if (token < tokens && n % 32 == 0) sumsq[token * (n_out / 32) + n / 32] = squares;
+    if (token < tokens && n % SLOT == 0) sumsq[token * (n_out / SLOT) + n / SLOT] = squares;
   }
 };
 
@@ -257,9 +265,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     copy_commit();
   }
   wait_for_previous_kernel();
-  for (int s = 0; s < STAGES; ++s) {
-    if (s < TOTAL) ring.load_tokens(s);
-    copy_commit();
+  if (TOKENS <= 4) {
+    ring.copy_first_tokens(memory);
+  } else {
+    for (int s = 0; s < STAGES; ++s) {
+      if (s < TOTAL) ring.load_tokens(s);
+      copy_commit();
+    }
   }
   const Exchange exchange(peers, control, own_rank, place, bytes_per_rank);
   const Residual residual(residual_in, MODE == MODE_RESIDUAL ? tokens : 0, n_out, ring.tile(0),

@@ -11,7 +11,7 @@ from .cuda import CudaKernel
 from .exchange import arguments
 
 SCALE, RESIDUAL, SILU = 0, 1, 2
-SLOT = 32  # columns behind one sum of squares
+SLOT = 16  # columns behind one sum of squares
 
 
 @dataclass(frozen=True)
@@ -26,20 +26,28 @@ class Shape:
     cluster: int = 1
     passes: int = 1
     lead: int = 4
+    shift: int = 1
+
+    def shared_bytes(self, tokens: int) -> int:
+        """Of a block: the ring and, where tiles follow each other, the sums beside it."""
+        sums = self.wk * max(8, tokens) * (self.rows + 4) * 4
+        ring = self.stages * (self.rows + tokens) * self.bk * 2
+        return ring + sums if self.passes > 1 else ring
 
 
-SMS = 132  # an H200's multiprocessors; the shapes below give each one block where they can
+SMS = 132  # an H200's multiprocessors
 
-# By operator, then by the most tokens a shape is for; README.md says what was measured.
+# By operator, then by the most tokens a shape is for; README.md says what was measured. Rings of
+# 200 KB, one block on a multiprocessor, or of 100 KB, two.
 SHAPES = {
     "qkv": {
-        4: Shape(48, 512, 4, 3, 4),
-        8: Shape(48, 256, 6, 3, 4),
-        16: Shape(48, 256, 5, 3, 4),
-        32: Shape(48, 256, 4, 3, 4),
+        4: Shape(16, 512, 6, 1, 8),
+        8: Shape(32, 512, 5, 2, 4),
+        16: Shape(32, 256, 6, 2, 4),
+        32: Shape(48, 256, 4, 3, 4, cluster=2),
     },
     "gate_up": {
-        4: Shape(32, 512, 6, 2, 4),
+        1: Shape(16, 512, 6, 1, 8),
         8: Shape(96, 256, 4, 3, 4),
         16: Shape(96, 256, 3, 3, 4),
         32: Shape(96, 256, 3, 3, 4),
@@ -47,7 +55,7 @@ SHAPES = {
     "residual": {
         4: Shape(32, 512, 6, 2, 8),
         8: Shape(32, 512, 5, 2, 8),
-        16: Shape(64, 128, 8, 2, 4, cluster=2),
+        16: Shape(32, 512, 4, 2, 8),
         32: Shape(64, 256, 4, 2, 4, cluster=2),
     },
     "head": {
@@ -63,32 +71,36 @@ def _shape(operator: str, tokens: int, rows: int, k: int) -> Shape:
     """A measured shape, fitted to the rows and k of one rank."""
     shape = next(shape for most, shape in SHAPES[operator].items() if tokens <= most)
     tiles = -(-rows // shape.rows)
-    if operator == "qkv":  # few tiles: blocks share one and split k
-        shape = replace(shape, cluster=next((c for c in (4, 2) if c * tiles <= SMS), 1))
-    if operator == "gate_up" and shape.rows == 32:  # many: a block takes several in turn
-        shape = replace(shape, passes=-(-tiles // SMS))
-    if operator == "gate_up" and 2 * tiles <= SMS:
-        shape = replace(shape, rows=shape.rows // 2)
+    if operator == "gate_up" and tokens == 1:  # many tiles: a block takes several in turn
+        shape = replace(shape, passes=-(-tiles // (2 * SMS)))
+    elif operator in ("qkv", "gate_up") and 2 * tiles * shape.cluster <= SMS:  # few: smaller ones
+        if shape.cluster > 1:
+            shape = replace(shape, cluster=2 * shape.cluster)
+        else:
+            shape = replace(shape, rows=shape.rows // 2, wr=min(shape.wr, shape.rows // 32))
     bk = shape.bk
     while k % (bk * shape.cluster):
         bk //= 2
-    return replace(shape, bk=bk)
+    stages = min(shape.stages, k // (bk * shape.cluster)) if shape.passes == 1 else shape.stages
+    return replace(shape, bk=bk, stages=max(2, stages))
 
 
 @functools.cache
 def _kernel(mode: int, world: int, k: int, tokens: int, shape: Shape) -> CudaKernel:
     defines = {name.upper(): value for name, value in asdict(shape).items()}
-    shared = shape.stages * (shape.rows + tokens) * shape.bk * 2
-    if shape.passes > 1:
-        shared += shape.wk * max(8, tokens) * (shape.rows + 4) * 4
     defines |= {"MODE": mode, "WORLD": world, "K": k, "TOKENS": tokens}
-    return CudaKernel(
-        "skinny.cu", "skinny", defines, 32 * shape.wr * shape.wk, shared, shape.cluster
-    )
+    threads, shared = 32 * shape.wr * shape.wk, shape.shared_bytes(tokens)
+    return CudaKernel("skinny.cu", "skinny", defines, threads, shared, shape.cluster)
 
 
 def _launch(
-    mode: int, operator: str, group: Group, weight: torch.Tensor, tokens: int, *pointers
+    mode: int,
+    operator: str,
+    weight: torch.Tensor,
+    tokens: int,
+    *pointers,
+    exchange: tuple = arguments(ALONE),
+    world: int = 1,
 ) -> None:
     rows, k = weight.shape
     shape = _shape(operator, tokens, rows, k)
@@ -96,8 +108,8 @@ def _launch(
     padded = 1 << (tokens - 1).bit_length()
     n_out = rows // 2 if mode == SILU else rows
     *pointers, eps = pointers
-    sizes = (tokens, n_out, eps, *arguments(group))
-    _kernel(mode, group.world, k, padded, shape)((blocks, 1, 1), weight, *pointers, *sizes)
+    sizes = (tokens, n_out, eps, *exchange)
+    _kernel(mode, world, k, padded, shape)((blocks, 1, 1), weight, *pointers, *sizes)
 
 
 def scaled_product(
@@ -107,7 +119,7 @@ def scaled_product(
     tokens, n = x.shape[0], weight.shape[0]
     out = torch.empty(tokens, n, dtype=torch.float32, device=x.device)
     operator = "head" if n >= 4 * x.shape[1] else "qkv"
-    _launch(SCALE, operator, ALONE, weight, tokens, x, squares, None, None, None, None, out, eps)
+    _launch(SCALE, operator, weight, tokens, x, squares, None, None, None, None, out, eps)
     return out
 
 
@@ -123,7 +135,8 @@ def residual_product(
     new, weighted = torch.empty_like(residual), torch.empty_like(residual, dtype=torch.bfloat16)
     squares = torch.empty(tokens, n // SLOT, dtype=torch.float32, device=x.device)
     results = (new, norm_weight, squares, weighted)
-    _launch(RESIDUAL, "residual", group, weight, tokens, x, None, residual, *results, 0.0)
+    group_options = {"exchange": arguments(group), "world": group.world}
+    _launch(RESIDUAL, "residual", weight, tokens, x, None, residual, *results, 0.0, **group_options)
     return new, weighted, squares
 
 
@@ -133,5 +146,5 @@ def gate_up_product(
     """See naive.gate_up_product."""
     tokens, n = x.shape[0], weight.shape[0] // 2
     out = torch.empty(tokens, n, dtype=torch.bfloat16, device=x.device)
-    _launch(SILU, "gate_up", ALONE, weight, tokens, x, squares, None, None, None, None, out, eps)
+    _launch(SILU, "gate_up", weight, tokens, x, squares, None, None, None, None, out, eps)
     return out
