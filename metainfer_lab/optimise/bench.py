@@ -127,8 +127,13 @@ def four_runs(
         engine, other = engines[index], engines[1 - index]
         run = while_frozen(other, lambda engine=engine: time_engine(engine, workload, batch))
         runs[index].append(run())
-    sides = [{m: tuple(getattr(s, m) for s in side) for m in METRICS} for side in runs]
+    sides = [{m: tuple(_short(getattr(s, m)) for s in side) for m in METRICS} for side in runs]
     first, second = (side[0].tokens for side in runs)
     pairs = [(a, b) for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=False)]
     same = sum(a == b for a, b in pairs) / len(pairs)
     return Block(workload=name, parent=sides[0], candidate=sides[1], same_tokens=same)
+
+
+def _short(value: float) -> float:
+    """Six digits: more than any clock gives, and a raw file that stays small."""
+    return float(f"{value:.6g}")
