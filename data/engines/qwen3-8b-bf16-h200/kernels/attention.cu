@@ -1,15 +1,16 @@
 // One decode token per sequence against its paged KV cache, from the raw query, key and value
 // products.
 //
-// A cluster of SPLITS blocks takes one key-value head of one sequence; block `rank` takes pages
-// rank, rank + SPLITS, ... Past pages are copied before the previous kernel has ended. Each block
-// norms and rotates the GROUP query heads; the block that owns the current page also norms, rotates
-// and stores the new key and value. Each of the four warps takes 16 tokens of a page: scores q k^T
+// A cluster of SPLITS blocks takes one key-value head of one sequence. Each block has GROUPS groups
+// of four warps; the groups of all blocks take pages in turn. Past pages are copied before the previous kernel has ended. Each block
+// norms and rotates the GROUP query heads; the one that owns the current page also norms, rotates
+// and stores the new key and value. Each warp takes 16 tokens of a page: scores q k^T
 // and p v by tensor cores, running softmax in float32; then sums over warps and blocks in fixed
 // order.
 //
-// Compile-time: HEADS, KV_HEADS, SPLITS, STAGES. Head dimension 128, pages of 64 tokens.
-constexpr int D = 128, PAGE = 64, WARPS = 4, THREADS = 128;
+// Compile-time: HEADS, KV_HEADS, SPLITS, GROUPS, STAGES. Head dimension 128, pages of 64 tokens.
+constexpr int D = 128, PAGE = 64, WARPS = 4 * GROUPS, THREADS = 32 * WARPS;
+constexpr int OWNERS = SPLITS * GROUPS;  // of pages, in turn
 constexpr int GROUP = HEADS / KV_HEADS;
 constexpr int ROW_BYTES = D * 2;
 constexpr int PAGE_BYTES = PAGE * ROW_BYTES;
@@ -25,7 +26,7 @@ struct State {  // running softmax of one query head (row lane / 4) over this wa
 // Rows from `valid` on are filled with zeros: stale bits there could be NaN, and 0 * NaN is not 0.
 DEVICE void load_page(u32 stage, const u16* k, const u16* v, int valid) {
 #pragma unroll 4
-  for (int i = threadIdx.x; i < PAGE * 16; i += THREADS) {
+  for (int i = threadIdx.x % 128; i < PAGE * 16; i += 128) {
     int row = i / 16, chunk = i % 16, bytes = row < valid ? 16 : 0;
     u32 to = stage + swizzled<ROW_BYTES>(row, chunk);
     copy_async(to, k + row * D + chunk * 8, bytes);
@@ -107,25 +108,28 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       block_out[GROUP][D];
   const int rank = blockIdx.x, head = blockIdx.y, row = blockIdx.z;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+  const int group = threadIdx.x / 128, owner = rank * GROUPS + group, d = threadIdx.x % 128;
   const int* table = block_table + row * table_stride;
   int first_pages[STAGES];  // read before the position is known: one latency instead of two
 #pragma unroll
   for (int i = 0; i < STAGES; ++i)
-    first_pages[i] = rank + i * SPLITS < table_stride ? table[rank + i * SPLITS] : 0;
+    first_pages[i] = owner + i * OWNERS < table_stride ? table[owner + i * OWNERS] : 0;
   const int position = positions[row], last_page = position / PAGE;
   const u32 ring = shared_address(memory);
-  const int pages = last_page < rank ? 0 : (last_page - rank) / SPLITS + 1;
+  const int turns = last_page < rank * GROUPS ? 0 : (last_page - rank * GROUPS) / OWNERS + 1;
+  auto stage_at = [&](int i) { return (i % STAGES * GROUPS + group) * STAGE_BYTES; };
   auto start = [&](int i, int page) {
     u64 at = ((u64)page * KV_HEADS + head) * PAGE * D;
-    load_page(ring + (i % STAGES) * STAGE_BYTES, k_cache + at, v_cache + at,
-              position - (rank + i * SPLITS) * PAGE);
+    if (owner + i * OWNERS <= last_page)
+      load_page(ring + stage_at(i), k_cache + at, v_cache + at,
+                position - (owner + i * OWNERS) * PAGE);
   };
 #pragma unroll
   for (int i = 0; i < STAGES; ++i) {
-    if (i < pages) start(i, first_pages[i]);
+    if (i < turns) start(i, first_pages[i]);
     copy_commit();
   }
-  if (pages <= STAGES)
+  if (turns <= STAGES)
     let_next_kernel_start();  // later, its weights would compete with these pages
   wait_for_previous_kernel();
 
@@ -133,13 +137,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const float *c = cosine + (u64)position * (D / 2), *s = sine + (u64)position * (D / 2);
   for (int h = warp; h < GROUP; h += WARPS)
     norm_rotate(mine + (head * GROUP + h) * D, q_norm, c, s, eps, query[h]);
-  if (last_page % SPLITS == rank) {  // this block owns the new token
+  if (last_page % OWNERS / GROUPS == rank) {  // this block owns the new token
     u64 at = (((u64)table[last_page] * KV_HEADS + head) * PAGE + position % PAGE) * D;
-    if (warp == 0) norm_rotate(mine + (HEADS + head) * D, k_norm, c, s, eps, fresh[0]);
-    fresh[1][threadIdx.x] = to_bf16(mine[(HEADS + KV_HEADS + head) * D + threadIdx.x]);
+    if (warp == GROUP % WARPS) norm_rotate(mine + (HEADS + head) * D, k_norm, c, s, eps, fresh[0]);
+    if (group == 0) fresh[1][d] = to_bf16(mine[(HEADS + KV_HEADS + head) * D + d]);
     __syncthreads();
-    k_cache[at + threadIdx.x] = fresh[0][threadIdx.x];
-    v_cache[at + threadIdx.x] = fresh[1][threadIdx.x];
+    if (group == 0) k_cache[at + d] = fresh[0][d], v_cache[at + d] = fresh[1][d];
   }
   __syncthreads();
 
@@ -151,30 +154,32 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       q[ks][half] = g < GROUP ? *(const u32*)&query[g][ks * 16 + half * 8 + t * 2] : 0u;
 
   State state = {NEVER, 0.f, {}};
-  for (int i = 0; i < pages; ++i) {
-    int page = rank + i * SPLITS;
-    u32 stage = (i % STAGES) * STAGE_BYTES;
+  for (int i = 0; i < turns; ++i) {
+    int page = owner + i * OWNERS;
+    u32 stage = stage_at(i);
     copy_wait<STAGES - 1>();
     __syncthreads();
-    if (page == last_page) {
-      u32 at =
-          stage + swizzled<ROW_BYTES>(position % PAGE, threadIdx.x / 8) + (threadIdx.x % 8) * 2;
-      *(u16*)(memory + at) = fresh[0][threadIdx.x];
-      *(u16*)(memory + at + PAGE_BYTES) = fresh[1][threadIdx.x];
+    if (last_page % OWNERS / GROUPS == rank && i + 1 == turns) {
+      if (page == last_page) {
+        u32 at = stage + swizzled<ROW_BYTES>(position % PAGE, d / 8) + (d % 8) * 2;
+        *(u16*)(memory + at) = fresh[0][d];
+        *(u16*)(memory + at + PAGE_BYTES) = fresh[1][d];
+      }
       __syncthreads();
     }
-    int token = warp * 16;
+    int token = warp % 4 * 16;
     if (page * PAGE + token <= position)
       attend(state, q, ring + stage, token, page * PAGE + token, position, scale_log2);
-    if (i + STAGES < pages) {
+    if (i + STAGES < turns) {
       __syncthreads();
-      start(i + STAGES, table[page + STAGES * SPLITS]);
-      if (i + STAGES + 1 == pages) let_next_kernel_start();
+      int next = page + STAGES * OWNERS;
+      start(i + STAGES, next <= last_page ? table[next] : 0);
+      if (i + STAGES + 1 == turns) let_next_kernel_start();
     }
     copy_commit();
   }
 
-  // Four warps into one: out, max and sum of this block.
+  // All warps into one: out, max and sum of this block.
   copy_wait<0>();
   __syncthreads();
   float* parts = (float*)memory;  // [warp][query head][D]
@@ -188,16 +193,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
           make_float2(state.out[j][0], state.out[j][1]);
   }
   __syncthreads();
-  for (int h = 0; h < GROUP; ++h) {
+  for (int h = group; h < GROUP; h += GROUPS) {
     float top = NEVER, sum = 0.f, value = 0.f;
     for (int w = 0; w < WARPS; ++w) top = fmaxf(top, warp_max[w][h]);
     for (int w = 0; w < WARPS; ++w) {
       float weight = warp_max[w][h] == NEVER ? 0.f : exp2_fast(warp_max[w][h] - top);
       sum += weight * warp_sum_[w][h];
-      value += weight * parts[(w * GROUP + h) * D + threadIdx.x];
+      value += weight * parts[(w * GROUP + h) * D + d];
     }
-    block_out[h][threadIdx.x] = value;
-    if (threadIdx.x == 0) block_max[h] = top, block_sum[h] = sum;
+    block_out[h][d] = value;
+    if (d == 0) block_max[h] = top, block_sum[h] = sum;
   }
 
   // Blocks of the cluster into one; each finishes its share of the GROUP * D outputs.

@@ -12,14 +12,24 @@ STAGE_BYTES = 2 * 64 * 128 * 2
 
 
 def _splits(sequences: int, kv_heads: int) -> int:
-    """Enough blocks for 132 multiprocessors, at most the 8 that a cluster may have."""
-    return next(s for s in (1, 2, 4, 8) if s == 8 or s * sequences * kv_heads >= 128)
+    """Enough blocks for 132 multiprocessors, at most the 8 that a cluster may have; a block takes a
+    whole sequence only where each multiprocessor has two.
+    """
+    alone = 1 if sequences * kv_heads >= 256 else 2
+    return next(s for s in (alone, 2, 4, 8) if s == 8 or s * sequences * kv_heads >= 128)
+
+
+def _groups(blocks: int) -> int:
+    """Two groups of warps where a block is alone on its multiprocessor: half the turns."""
+    return 2 if blocks <= 66 else 1
 
 
 @functools.cache
-def _kernel(heads: int, kv_heads: int, splits: int) -> CudaKernel:
-    shape = dict(HEADS=heads, KV_HEADS=kv_heads, SPLITS=splits, STAGES=STAGES)
-    return CudaKernel("attention.cu", "decode_attention", shape, 128, STAGES * STAGE_BYTES, splits)
+def _kernel(heads: int, kv_heads: int, splits: int, groups: int) -> CudaKernel:
+    stages = STAGES if groups == 1 else 2
+    shape = dict(HEADS=heads, KV_HEADS=kv_heads, SPLITS=splits, GROUPS=groups, STAGES=stages)
+    shared = stages * groups * STAGE_BYTES
+    return CudaKernel("attention.cu", "decode_attention", shape, 128 * groups, shared, splits)
 
 
 def decode_attention(
@@ -41,6 +51,6 @@ def decode_attention(
     scale_log2 = dim**-0.5 * math.log2(math.e)
     past = (*rope, k_cache, v_cache, block_table, positions)
     settings = (block_table.stride(0), eps, scale_log2)
-    kernel = _kernel(heads, kv_heads, splits)
+    kernel = _kernel(heads, kv_heads, splits, _groups(splits * kv_heads * rows))
     kernel((splits, kv_heads, rows), qkv, q_norm, k_norm, *past, out, *settings)
     return out

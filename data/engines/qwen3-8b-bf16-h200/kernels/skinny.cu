@@ -12,7 +12,8 @@
 // Input norm: x holds r * norm_weight in bfloat16, not yet normalised; its row scale 1 / rms(r) is
 // applied to the float32 sums. sumsq_in[m, slot] are the sums of r^2 over 32 columns each.
 //
-// Compile-time: K, TOKENS (a power of two), ROWS, CLUSTER, PASSES, BK, STAGES, WR, WK, LEAD, MODE.
+// Compile-time: K, TOKENS (a power of two), ROWS, CLUSTER, PASSES, BK, STAGES, WR, WK, LEAD,
+// SHIFT, MODE.
 #define MODE_SCALE 0     // out[m, n] = scale * y, float32
 #define MODE_RESIDUAL 1  // residual += y; out = bfloat16(residual * norm_weight); sumsq_out
 #define MODE_SILU 2  // out = silu(gate) * up, bfloat16; rows n and n + n_out of w are gate and up
@@ -60,6 +61,11 @@ struct Ring {
   const u16* source[COPIES];  // this thread's chunks of the tile's first stage
 
   DEVICE u32 stage(int step) const { return base + (step % STAGES) * STAGE_BYTES; }
+  // Where in k a step is. Blocks start SHIFT steps apart, so that they do not all want the same
+  // tokens from L2 at the same time.
+  DEVICE int k_at(int step) const {
+    return k0 + (step + blockIdx.x / CLUSTER * SHIFT) % STEPS * BK;
+  }
   DEVICE int tile(int step) const { return (blockIdx.x + step / STEPS * gridDim.x) / CLUSTER; }
 
   DEVICE void load_weights(int step) {
@@ -68,20 +74,41 @@ struct Ring {
 #pragma unroll
       for (int j = 0; j < COPIES; ++j) {
         int from = weight_row(tile(step), row + j * (THREADS / CHUNKS), n_out);
-        source[j] = w + (u64)from * K + k0 + chunk * 8;
+        source[j] = w + (u64)from * K + chunk * 8;
       }
     }
 #pragma unroll
     for (int j = 0; j < COPIES; ++j)
       copy_async(stage(step) + swizzled<ROW_BYTES>(row + j * (THREADS / CHUNKS), chunk),
-                 source[j] + step % STEPS * BK);
+                 source[j] + k_at(step));
   }
-  // Rows beyond `tokens` stay unwritten: they only reach columns that nobody reads.
+  // The first stages' tokens, if few, through registers: asynchronous copies would wait behind all
+  // weights of the ring. Rows beyond `tokens` stay unwritten: they only reach columns that nobody reads.
+  DEVICE void copy_first_tokens(char* memory) const {
+    constexpr int ROW = TOKENS * CHUNKS, ALL = (STAGES < TOTAL ? STAGES : TOTAL) * ROW;
+    constexpr int EACH = (ALL + THREADS - 1) / THREADS, AT_ONCE = EACH < 8 ? EACH : 8;
+    for (int first = threadIdx.x; first < ALL; first += AT_ONCE * THREADS) {
+      uint4 values[AT_ONCE];
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) {
+        int i = first + j * THREADS, step = i / ROW, m = i % ROW / CHUNKS;
+        if (i < ALL && m < tokens)
+          values[j] = *(const uint4*)&x[(u64)m * K + k_at(step) + i % CHUNKS * 8];
+      }
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) {
+        int i = first + j * THREADS, step = i / ROW, m = i % ROW / CHUNKS;
+        if (i < ALL && m < tokens)
+          *(uint4*)(memory + step * STAGE_BYTES + W_BYTES + swizzled<ROW_BYTES>(m, i % CHUNKS)) =
+              values[j];
+      }
+    }
+  }
   DEVICE void load_tokens(int step) const {
     for (int i = threadIdx.x; i < tokens * CHUNKS; i += THREADS) {
       int m = i / CHUNKS, chunk = i % CHUNKS;
       copy_async(stage(step) + W_BYTES + swizzled<ROW_BYTES>(m, chunk),
-                 x + (u64)m * K + k0 + step % STEPS * BK + chunk * 8);
+                 x + (u64)m * K + k_at(step) + chunk * 8);
     }
   }
 };
@@ -231,9 +258,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     copy_commit();
   }
   wait_for_previous_kernel();
-  for (int s = 0; s < STAGES; ++s) {
-    if (s < TOTAL) ring.load_tokens(s);
-    copy_commit();
+  if (TOKENS <= 4) {
+    ring.copy_first_tokens(memory);
+  } else {
+    for (int s = 0; s < STAGES; ++s) {
+      if (s < TOTAL) ring.load_tokens(s);
+      copy_commit();
+    }
   }
   const Residual residual(residual_in, MODE == MODE_RESIDUAL ? tokens : 0, n_out, ring.tile(0),
                           rank);

@@ -23,6 +23,7 @@ class Shape:
     cluster: int = 1
     passes: int = 1
     lead: int = 4
+    shift: int = 1
 
 
 # By operator, then by the most tokens a shape is for; chosen by measurement (README.md).
@@ -42,7 +43,7 @@ SHAPES = {
     "residual": {
         4: Shape(32, 512, 6, 2, 8),
         8: Shape(32, 512, 5, 2, 8),
-        16: Shape(64, 128, 8, 2, 4, cluster=2),
+        16: Shape(32, 512, 4, 2, 8),
         32: Shape(64, 256, 4, 2, 4, cluster=2),
     },
     "head": {
