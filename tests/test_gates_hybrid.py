@@ -218,3 +218,29 @@ def test_planted_text_that_departs_names_the_part(tmp_path, oracle):
 
 def test_router_margins_exceed_what_float32_costs():
     assert FIXED["fp32", "tiny"].router >= 4 * 1.8e-5
+
+
+def test_a_large_checkpoint_is_streamed_where_there_is_a_gpu(monkeypatch, plain, tmp_path):
+    started = []
+
+    class Recorder:
+        def __init__(self, **settings):
+            started.append(settings)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def use(self, checkpoint, dtype):
+            started.append((checkpoint, dtype))
+
+    monkeypatch.setattr("metainfer_lab.gates.trial.Oracle", Recorder)
+    trial = Trial(REFERENCE, Spec.load(QUANTISED), "cuda", "none", tmp_path)
+    trial.oracle(plain)
+    monkeypatch.setattr("metainfer_lab.gates.trial.SMALL_BYTES", 1)
+    trial.oracle(plain, "float32")
+    streamed = {"device": "cuda", "streamed": True}
+    assert started == [{}, (plain, "float64"), streamed, (plain, "float32")]
+    trial.end()

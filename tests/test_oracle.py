@@ -74,10 +74,13 @@ def test_a_checkpoint_that_is_none_is_named(tmp_path, oracle, checkpoint):
     oracle.use(checkpoint)
 
 
-@pytest.mark.parametrize("kind", ["dense", "hybrid", "quantised"])
+@pytest.mark.parametrize("kind", ["dense", "tied", "hybrid", "quantised"])
 def test_layer_by_layer_it_says_the_same(kind, checkpoint, oracle, tmp_path):
     folder = computed = checkpoint
-    if kind != "dense":
+    if kind == "tied":
+        tied = draw_dims(np.random.default_rng(), ModelDims.load("smollm2-135m"), {})
+        folder = computed = tiny_checkpoint("llama", 3, tmp_path / "c", **tied)
+    if kind in ("hybrid", "quantised"):
         layers = ["linear_attention", "full_attention", "linear_attention"]
         quantised = kind == "quantised"
         folder = computed = tiny_qwen36(
@@ -94,7 +97,7 @@ def test_layer_by_layer_it_says_the_same(kind, checkpoint, oracle, tmp_path):
     assert np.abs(first.logits - whole.logits).max() < 1e-11
     assert np.array_equal(first.logits, second.logits)
     assert np.allclose(rounded, oracle.logits(tokens, [7], "bfloat16"), rtol=0, atol=1e-9)
-    if kind != "dense":
+    if first.router is not None:
         assert np.abs(first.router - whole.router).max() < 1e-11
 
 

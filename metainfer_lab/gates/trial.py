@@ -139,7 +139,7 @@ class Trial:
         if source not in checkpoints.KNOWN and not Path(source).expanduser().is_dir():
             return None
         found = checkpoints.fetch(self.spec)
-        if sum(path.stat().st_size for path in found.iterdir()) > SMALL_BYTES:
+        if _bytes(found) > SMALL_BYTES:
             return found
         return shutil.copytree(found, self.new_folder())
 
@@ -187,9 +187,16 @@ class Trial:
         return self._open.enter_context(Nursery(level, [self.folder, self.work], threads=1))
 
     def oracle(self, checkpoint: Path, dtype: Dtype = "float64") -> Oracle:
-        """The oracle, turned to a checkpoint, or to its exactly dequantised form."""
-        oracle = self._oracles()
-        oracle.use(self._as_computed(checkpoint), dtype)
+        """The oracle, turned to a checkpoint, or to its exactly dequantised form.
+
+        A large checkpoint goes through a GPU layer by layer, where there is one.
+        """
+        if self.device == "cuda" and _bytes(checkpoint) > SMALL_BYTES:
+            assert not self._living, "the oracle speaks after the candidate has ended"
+            oracle, computed = self._streamed, checkpoint
+        else:
+            oracle, computed = self._oracles(), self._as_computed(checkpoint)
+        oracle.use(computed, dtype)
         return oracle
 
     def _oracles(self) -> Oracle:
@@ -197,6 +204,10 @@ class Trial:
         if self._oracle is None:
             self._oracle = self._open.enter_context(Oracle())
         return self._oracle
+
+    @cached_property
+    def _streamed(self) -> Oracle:
+        return self._open.enter_context(Oracle(device=self.device, streamed=True))
 
     def ask(self, checkpoint: Path, depth: Depth = "tiny") -> Ask:
         """The oracle turned to a checkpoint, as a function of tokens and positions."""
@@ -226,6 +237,10 @@ class Trial:
         if checkpoint not in self._dequantised:
             self._dequantised[checkpoint] = dequantised_checkpoint(checkpoint, self.new_folder())
         return self._dequantised[checkpoint]
+
+
+def _bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
 
 
 def max_context(checkpoint: Path, limit: int = 256) -> int:

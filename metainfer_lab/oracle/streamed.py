@@ -33,6 +33,7 @@ class StreamedService(Service):
             layer.register_forward_pre_hook(_fetch(source, index))
             layer.register_forward_hook(_let_go)
         _put(model, source.of(None), strict=False)
+        model.tie_weights()
         return model
 
 
