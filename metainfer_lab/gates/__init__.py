@@ -51,11 +51,11 @@ class Gate(NamedTuple):
 
 GATES: dict[str, Gate] = {
     "alone": Gate(2, "imports, size, no forbidden module loaded at run time", alone),
-    "weights": Gate(1, "each tensor matters; bad checkpoints are refused by name", weights),
+    "weights": Gate(2, "each tensor matters; bad checkpoints are refused by name", weights),
     "operators": Gate(1, "each kernel against its naive form in float64, at edges", operators),
-    "logits": Gate(1, "score against the oracle: relative L2, KL, likeliest token", logits),
-    "decode": Gate(1, "submit and step, scored by the oracle on the engine's own text", decode),
-    "batching": Gate(1, "an answer does not depend on neighbours, arrivals, cancels", batching),
+    "logits": Gate(2, "score against the oracle: relative L2, KL, likeliest token, experts", logits),
+    "decode": Gate(2, "submit and step: text known to the letter, and text scored by the oracle", decode),
+    "batching": Gate(2, "an answer does not depend on neighbours, arrivals, cancels", batching),
     "limits": Gate(2, "edges of the context; bad arguments are refused by name", limits),
     "sampling": Gate(1, "distributions, filters, penalties, seeds", sampling),
     "drift": Gate(1, "hundreds of steps; the precision of cache and state", drift),
