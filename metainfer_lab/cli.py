@@ -236,13 +236,15 @@ def bench(
 ) -> None:
     """Measure an engine and its rivals in turn, on this machine, in one run."""
     rivals = [name for name in beside.split(",") if name]
+    judged = _verdict(verdict)
     if batches:
         from .bench import sweep
 
-        rows = sweep(spec or engine, [int(n) for n in batches.split(",")], beside=rivals)
+        points = [int(n) for n in batches.split(",")]
+        rows = sweep(spec or engine, points, beside=rivals, verdict=judged)
     else:
         with opened_engine(engine, spec) as opened:
-            rows = lab.bench(opened, beside=rivals, verdict=_verdict(verdict))
+            rows = lab.bench(opened, beside=rivals, verdict=judged)
     if as_json:
         print(rows.to_json(orient="records", indent=1))
         return

@@ -118,6 +118,9 @@ def test_logged_times_are_reported_rows_with_floors(logged):
     assert firsts.set_index("prompt_len")["p50"].to_dict() == {1024: 22.5, 128: 18.0}
     assert len(rows) == 8, "a sampled run is no greedy row"
     assert (rows["floor"] > 0).all()
+    steps = engine_logs.step_times(logged / "2.txt")
+    assert steps.loc[8].tolist() == [3500, 3600, 3700]
+    assert engine_logs.step_times(logged / "4.txt").empty
     assert engine_logs.kernel_times("run").to_dict("records") == [
         {"streams": 1, "kernel": "single_in", "launches": 40, "us": 8.7}
     ]

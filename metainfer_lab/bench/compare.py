@@ -129,12 +129,17 @@ def summary(measured: Measurement) -> str:
 
 
 def sweep(
-    spec: Spec | str, batches: Sequence[int], *, beside: Sequence[str] = (), **workload: int
+    spec: Spec | str,
+    batches: Sequence[int],
+    *,
+    beside: Sequence[str] = (),
+    verdict: Judgement | None = None,
+    **workload: int,
 ) -> pd.DataFrame:
     """Rows at several numbers of streams; `workload` replaces lengths and runs of the spec's own.
 
     One engine serves all batches; where experts are chosen each batch has its own, because their
-    count is a mean over an engine's life.
+    count is a mean over an engine's life. `rows.attrs["saved"]` lists the files of all points.
     """
     import pandas as pd
 
@@ -147,15 +152,18 @@ def sweep(
         with Engine.open(asked) as engine:
             for batch in group:
                 point = Workload.from_spec(spec, **workload, concurrency=batch)
-                tables.append(bench(engine, beside=beside, workload=point))
-    return pd.concat(tables, ignore_index=True)
+                tables.append(bench(engine, beside=beside, workload=point, verdict=verdict))
+    whole = pd.concat(tables, ignore_index=True)
+    whole.attrs["saved"] = " ".join(table.attrs["saved"] for table in tables)
+    return whole
 
 
 def to_rows(measured: Measurement, verdict: Judgement | None = None) -> pd.DataFrame:
     """Rows of the result schema; rows, raw samples and verdict are kept in data/local/bench."""
     stamp = results.now()
-    stem = paths.LOCAL / "bench" / f"{measured.engine}-{stamp.replace(':', '')}"
-    raw = stem.with_suffix(".json")
+    name = f"{measured.engine}-c{measured.workload.concurrency}-{stamp.replace(':', '')}"
+    saved = paths.LOCAL / "bench" / f"{name}.csv"
+    raw = saved.with_suffix(".json")
     _save_raw(measured, raw)
     base = _common(measured)
     base |= {"raw": raw.relative_to(paths.ROOT).as_posix(), "timestamp": stamp}
@@ -168,11 +176,11 @@ def to_rows(measured: Measurement, verdict: Judgement | None = None) -> pd.DataF
             row |= {"engine_tree": measured.tree, "verdict": verdict.hash if verdict else None}
             row |= {"experts_touched": measured.experts_touched}
     table = results.table(rows)
-    paths.write_atomic(stem.with_suffix(".csv"), table.to_csv(index=False, lineterminator="\n"))
+    paths.write_atomic(saved, table.to_csv(index=False, lineterminator="\n"))
     if verdict:
-        paths.write_atomic(stem.with_suffix(".verdict.json"), verdict.model_dump_json() + "\n")
+        paths.write_atomic(saved.with_suffix(".verdict.json"), verdict.model_dump_json() + "\n")
     table.attrs["ratios"] = {name: str(measured.ratio(name)) for name in measured.rivals}
-    table.attrs["saved"] = stem.with_suffix(".csv").relative_to(paths.ROOT).as_posix()
+    table.attrs["saved"] = saved.relative_to(paths.ROOT).as_posix()
     return table
 
 

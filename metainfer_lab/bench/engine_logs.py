@@ -63,6 +63,13 @@ def kernel_times(run: str) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["streams", "kernel", "launches", "us"])
 
 
+def step_times(log: Path) -> pd.DataFrame:
+    """us of a replayed decode step by streams: columns p20, p50, p80; empty where none is there."""
+    found = STEP.findall(log.read_text())
+    rows = {int(streams): map(float, (p20, p50, p80)) for streams, p50, p20, p80, _ in found}
+    return pd.DataFrame.from_dict(rows, orient="index", columns=["p20", "p50", "p80"])
+
+
 def speaking_log(folder: Path) -> Path:
     """The raw log of the last kept try that holds such lines; InputError when there is none."""
     ledgers = [folder / name for name in ("ledger.tsv", "attempts.tsv")]
