@@ -6,9 +6,11 @@ It holds nothing of the gates, the oracle or other engines.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic import BaseModel
 
 from metainfer_lab.agent.tools import INPUTS, Bash
 from metainfer_lab.paths import tree_files, write_atomic
@@ -97,10 +99,15 @@ class Desk:
     checkpoint: Callable[[], Path]
     role: Role = "implementer"
 
+    def guide(self) -> str:
+        """What the role is told of its folder and its tools."""
+        writes = self.role == "implementer"
+        text = AUTHOR if writes else REVIEWER
+        return text + described(INPUTS[self.role], writes=writes)
+
     def refresh(self) -> None:
         """Write what the role reads, and mirror the engine's files."""
-        text = AUTHOR if self.role == "implementer" else REVIEWER
-        write_atomic(self.folder / "author.md", text + _tools(self.role))
+        write_atomic(self.folder / "author.md", self.guide())
         write_atomic(self.folder / "spec.yaml", self.spec.to_yaml())
         write_atomic(self.folder / "run.txt", f"{self.run_id}\n")
         write_atomic(self.folder / "reply.py", REPLY_SCRIPT.read_text())
@@ -142,14 +149,15 @@ def mirror(source: Path, target: Path) -> None:
         shutil.copyfile(source / name, target / name)
 
 
-def _tools(role: Role) -> str:
+def described(inputs: Mapping[str, type[BaseModel]], *, writes: bool) -> str:
+    """Tools in words, for a guide: the editor, bash for who writes, and those of `inputs`."""
     editor = (
         "- `str_replace_based_edit_tool` {command: view | create | str_replace | insert, path, ...}"
     )
     shell = "- `bash` {command}: " + (Bash.__doc__ or "")
-    shared = [editor, shell] if role == "implementer" else [editor.replace(WRITES, "")]
+    shared = [editor, shell] if writes else [editor.replace(WRITES, "")]
     own = [
         f"- `{name}` {{{', '.join(model.model_fields)}}}: {' '.join((model.__doc__ or '').split())}"
-        for name, model in INPUTS[role].items()
+        for name, model in inputs.items()
     ]
     return "\n".join([*shared, *own]) + "\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx2
 
-from metainfer_lab.agent.desk import Desk, mirror
+from metainfer_lab.agent.desk import Desk, described, mirror
 from metainfer_lab.agent.providers import stream_response
 from metainfer_lab.agent.tools import EDITOR, PROPOSE, REMOVE
 from metainfer_lab.agent.transcript import Block
@@ -64,10 +64,13 @@ class OptimiserDesk(Desk):
     home: Path = Path()
     attempt: Callable[[], str] = lambda: ""
 
+    def guide(self) -> str:
+        """How to propose."""
+        return AUTHOR + described(inputs(), writes=True)
+
     def refresh(self) -> None:
         """Bring everything up to date; a new attempt begins with a fresh draft."""
         super().refresh()
-        write_atomic(self.folder / "author.md", AUTHOR + _tools())
         write_atomic(self.folder / "ledger.tsv", (self.home / "ledger.tsv").read_text())
         for path in sorted((self.home / "diffs").glob("*.diff")):
             write_atomic(self.folder / "diffs" / path.name, path.read_text())
@@ -75,18 +78,6 @@ class OptimiserDesk(Desk):
         if not marker.is_file() or marker.read_text() != now:
             mirror(self.engine, self.folder / "draft")
             write_atomic(marker, now)
-
-
-def _tools() -> str:
-    editor = (
-        "- `str_replace_based_edit_tool` {command: view | create | str_replace | insert, path, ...}"
-    )
-    shell = "- `bash` {command}: a shell command in the sandbox."
-    own = [
-        f"- `{name}` {{{', '.join(model.model_fields)}}}: {' '.join((model.__doc__ or '').split())}"
-        for name, model in inputs().items()
-    ]
-    return "\n".join([editor, shell, *own]) + "\n"
 
 
 class OneProposal(httpx2.BaseTransport):
