@@ -162,13 +162,14 @@ class Host:
             try:
                 other = self.wire.receive(hear)
             except EOFError:
-                return {"error": "RankLost", "text": f"rank {rank} ended in {operation}"}
+                text = f"rank {rank} ended in {operation}"
+                return {"error": "RankLost", "text": text, "trace": ""}
             other.pop("of")
             kinds = [one.get("error") for one in (answer, other)]
             differ = kinds[0] != kinds[1]
             if differ or (operation in OF_ONE_MIND and kinds[0] is None and answer != other):
                 text = f"{operation}: rank {rank} answered {other}, rank 0 {answer}"
-                return {"error": "RanksDisagree", "text": text[:2000]}
+                return {"error": "RanksDisagree", "text": text[:2000], "trace": ""}
         return answer
 
     def do_load(self, **arguments: Any) -> dict[str, Any]:
