@@ -27,6 +27,7 @@ from metainfer_lab import agent
 from metainfer_lab.agent import generation
 from metainfer_lab.agent import run as runs
 from metainfer_lab.agent.run import locked
+from metainfer_lab.agent.stand_in import stand_in
 from metainfer_lab.agent.tools import EDITOR, Judge
 from metainfer_lab.errors import InputError
 from metainfer_lab.optimise import Optimisation, Proposal, optimise
@@ -266,3 +267,20 @@ def test_generation_and_optimisation_do_not_take_each_others_runs(recorded):
     published = agent.record(recorded.id)
     assert (published.folder / "raw" / "0001.jsonl").is_file()
     assert Optimisation(published.folder).replay(judge=judge(), on_event=lambda t: None).faithful
+
+
+def test_the_api_is_one_more_author(engine, monkeypatch):
+    """Over a local server that speaks it: rules and tools are those of changes, cost is counted."""
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "none")
+    blocks = [add("twenty") | {"id": "a"}, propose("a word that is fast") | {"id": "b"}]
+    with stand_in([{"content": blocks, "stop_reason": "tool_use"}]) as server:
+        given = {"bench": Machine(1, quiet=True), "judge": judge(), "on_event": lambda text: None}
+        where = {"base_url": server.url}
+        run = optimise(engine, "anthropic", budget_usd=5, attempts=1, connection=where, **given)
+    body = server.asked[0]
+    names = {tool["name"] for tool in body["tools"]}
+    assert {"propose", "read_attempt", "bash"} <= names and "submit_phase" not in names
+    assert "one change at a time" in body["system"][0]["text"]
+    assert run.outcome().keeps == 1 and run.outcome().cost_usd > 0
+    with pytest.raises(InputError, match="budget_usd"):
+        optimise(engine, "anthropic", **given)

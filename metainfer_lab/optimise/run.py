@@ -191,13 +191,14 @@ def _proposal(given: Proposal | dict[str, Any] | None) -> Proposal | None:
 
 
 def recorded(name: str) -> Optimisation:
-    """An optimisation by its id, or the latest one of a spec."""
+    """An optimisation by its id, or of a spec: the latest of the record, else the latest here."""
     known = [run for run in runs.runs() if run.info.kind == "optimisation"]
     found = [run for run in known if name in (run.id, run.info.spec)]
     if not found:
         there = ", ".join(run.id for run in known) or "none yet"
         raise InputError(f"optimise: {name} has no recorded optimisation; there are: {there}")
-    return Optimisation(found[-1].folder)
+    published = [run for run in found if run.folder.parent == runs.RUNS]
+    return Optimisation((published or found)[-1].folder)
 
 
 def _home(
