@@ -24,7 +24,7 @@ from metainfer_lab.paths import HARDWARE, LOCAL, write_atomic
 CpuDtype = Literal["fp32", "bf16", "int8"]
 CPU_DTYPES: tuple[CpuDtype, ...] = ("fp32", "bf16", "int8")
 CPU_MARGIN = 1.25
-CPU_PROFILE = LOCAL / "hardware-cpu.json"
+CPU_PROFILES = LOCAL / "hardware"
 
 
 class Record(BaseModel):
@@ -104,9 +104,13 @@ def known() -> list[str]:
 
 
 def measured_cpu(
-    profile: Path = CPU_PROFILE, probe: Callable[[], Hardware] | None = None
+    profile: Path | None = None, probe: Callable[[], Hardware] | None = None
 ) -> Hardware:
-    """This machine's profile: read back if the same processor wrote it, else measured (seconds)."""
+    """This machine's profile: read back if the same processor wrote it, else measured (seconds).
+
+    Each number of usable cores has its own, so that a process with fewer spoils nobody's.
+    """
+    profile = profile or CPU_PROFILES / f"cpu-{usable_cores()}.json"
     if profile.is_file():
         try:
             stored = Hardware.model_validate_json(profile.read_text())

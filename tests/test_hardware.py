@@ -2,6 +2,7 @@
 
 import pytest
 
+from metainfer_lab import hardware
 from metainfer_lab.errors import InputError
 from metainfer_lab.hardware import (
     Hardware,
@@ -63,3 +64,15 @@ def test_a_cpu_is_measured_once_and_again_when_the_record_does_not_hold(tmp_path
     assert measured.flops["fp32"].planning > 1e9
     assert measured.cache_bytes == last_level_cache_bytes() > 100_000
     assert not measured.is_gpu and measured.sm == 0
+
+
+def test_other_numbers_of_cores_keep_their_own_profiles(tmp_path, monkeypatch):
+    """A process confined to one core must not replace what all cores measured."""
+    monkeypatch.setattr(hardware, "CPU_PROFILES", tmp_path)
+    for cores in (2, 1, 2):
+        monkeypatch.setattr(hardware, "usable_cores", lambda cores=cores: cores)
+        probe = hardware.Hardware.load("h200").model_copy(update={"title": hardware.cpu_title()})
+        assert hardware.measured_cpu(probe=lambda probe=probe: probe).title.endswith(
+            f"{cores} cores"
+        )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cpu-1.json", "cpu-2.json"]
