@@ -231,12 +231,13 @@ def _alone(package: ModuleType, world: World) -> dict[str, Any]:
     engine, results = _load(package, world.good[0]), []
     for prompt in world.prompts:
         length = CONTEXT if len(prompt) > 100 else 6
-        engine.submit(prompt, {"max_new_tokens": length, "ignore_eos": True})
+        asked = {"max_new_tokens": length, "ignore_eos": True, "logprobs": 20}
+        engine.submit(prompt, asked)
         while engine.stats()["running"] or engine.stats()["waiting"]:
             results += engine.step()
     return {
         "tokens": [(request, token, finish) for request, token, _, _, finish in results],
-        "log-probabilities": np.array([result[2] for result in results]),
+        "log-probabilities": np.array([p for r in results for _, p in r[3]]),
     }
 
 

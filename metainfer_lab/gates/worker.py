@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple
 
 from metainfer_lab.engine import EngineManifest
 from metainfer_lab.gates import Verdict, verify
-from metainfer_lab.gates.mutants import Mutant, families
+from metainfer_lab.gates.mutants import Mutant, catalogue, families
 from metainfer_lab.gates.verdict import Record
 from metainfer_lab.gates.witness import Witness, World
 from metainfer_lab.oracle import Oracle
@@ -24,8 +24,6 @@ from metainfer_lab.paths import ENGINES
 from metainfer_lab.spec import Spec
 
 PR_SET_PDEATHSIG = 1
-# Engines that are right, beside those that the mutants are made of: recorded ones, real weights.
-RECORDED = ("smollm2-135m-fp32-cpu", "smollm2-135m-int8-cpu")
 
 
 class RightEngine(NamedTuple):
@@ -44,10 +42,12 @@ class RightEngine(NamedTuple):
 
 
 def right_engines(family: str | None) -> list[RightEngine]:
-    """The engines that mutants are made of, under all their specs; for all families, others too."""
-    made_of = [e for name, e in families().items() if family in (None, name)]
-    found = [RightEngine(e, s) for e in made_of for s in EngineManifest.read(ENGINES / e).specs]
-    return found + [RightEngine(name, name) for name in RECORDED if family is None]
+    """The engines that mutants are made of, under every spec that they or a mutant name."""
+    specs = {e: set(EngineManifest.read(ENGINES / e).specs) for e in families().values()}
+    for mutant in catalogue("mutants") + catalogue("fakes"):
+        specs[mutant.engine].add(mutant.spec)
+    chosen = [engine for name, engine in families().items() if family in (None, name)]
+    return [RightEngine(engine, spec) for engine in chosen for spec in sorted(specs[engine])]
 
 
 class Killed(Record):
