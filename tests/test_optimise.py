@@ -151,6 +151,17 @@ def test_copied_text_and_a_cut_reply(engine, tmp_path):
     assert run.outcome().best == "0" and run.outcome().ratio is None
 
 
+def test_fewer_lines_at_equal_speed_are_a_keep_that_lasts(tmp_path):
+    engine = lay_out(tmp_path / "mine" / "engine", "import torch\n\nx = 1\nprint(x)\n")
+    desk = tmp_path / "desk"
+    shorter = call(EDITOR, command="create", path="model.py", file_text="import torch\n")
+    reply(desk, 1, shorter, propose("two lines that do nothing", 1.0))
+    run = go(engine, desk, attempts=1)
+    assert run.rows[-1]["id"] == "final" and "fewer lines" in run.rows[-1]["reason"]
+    assert run.info.tree == run.transcript.lines[-1].tree and run.rows[-1]["lines"] == 1
+    assert run.replay(judge=judge(), on_event=lambda text: None).faithful
+
+
 def test_an_author_works_at_the_desk(engine, tmp_path):
     """author.md, a fresh draft each attempt, the ledger with an engine's words fenced."""
     desk = answers(tmp_path / "desk", "crash", "twenty")

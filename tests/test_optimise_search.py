@@ -10,6 +10,7 @@ from optimise_fakes import POINT, settings
 from metainfer_lab.optimise import prompts, search
 from metainfer_lab.optimise.profiling import BETWEEN, Measured, as_profile
 from metainfer_lab.optimise.records import Block, Profile, Proposal, Settings, Target, workloads_of
+from metainfer_lab.optimise.size import code_lines
 from metainfer_lab.optimise.trial import Events, Missing
 from metainfer_lab.plan import plan
 from metainfer_lab.spec import Spec
@@ -146,6 +147,20 @@ def test_a_proposal_says_what_and_how_much(changed):
     assert Proposal(**good).line == good["hypothesis"]
     with pytest.raises(ValueError, match=next(iter(changed))):
         Proposal(**good | changed)
+
+
+def test_stripping_comments_or_joining_lines_makes_nothing_shorter(tmp_path):
+    long = 'import os\n\n\ndef f(x):\n    """Say."""\n    # why\n    y = x\n    return y\n'
+    joined = "import os\ndef f(x):\n    y = x; return y\n"
+    shorter = "import os\ndef f(x):\n    return x\n"
+    sizes = []
+    for text in (long, joined, shorter):
+        (tmp_path / "model.py").write_text(text)
+        (tmp_path / "k.cu").write_text("// why\n\nint a;\n")
+        sizes.append(code_lines(tmp_path))
+    assert sizes[0] == sizes[1] == sizes[2] + 1
+    (tmp_path / "model.py").write_text("def f(:\n")
+    assert code_lines(tmp_path) == 2
 
 
 def test_settings_survive_their_file():

@@ -21,7 +21,7 @@ from metainfer_lab.agent.loop import CACHED, Loop, Stopped, rebuild
 from metainfer_lab.agent.phases import Phase
 from metainfer_lab.agent.tools import EDITOR, Result
 from metainfer_lab.agent.transcript import Block, Judgement, Line
-from metainfer_lab.agent.turns import diff, lines_of_code
+from metainfer_lab.agent.turns import diff
 from metainfer_lab.bench import ledger, results
 from metainfer_lab.engine.manifest import FILE as MANIFEST
 from metainfer_lab.optimise import prompts, search
@@ -29,6 +29,7 @@ from metainfer_lab.optimise.bench import Bench, Broken
 from metainfer_lab.optimise.desk import as_edits
 from metainfer_lab.optimise.records import MAIN, OBJECTIVE, Profile, Proposal, Settings
 from metainfer_lab.optimise.search import BASELINE, FINAL, Row
+from metainfer_lab.optimise.size import code_lines
 from metainfer_lab.optimise.tools import OptimiserTools, offered
 from metainfer_lab.optimise.trial import Events, Trial, baseline, final
 from metainfer_lab.paths import tree_hash, write_atomic
@@ -135,7 +136,7 @@ class Search(Loop):
             self.say("row 0: the start against itself")
             trial, folder = self._trial(BASELINE), self.tools.engine
             trial.events.event("floor", self.bench.floor)
-            row = baseline(trial, folder, lines_of_code(folder))
+            row = baseline(trial, folder, code_lines(folder))
             gates = f"{', '.join(judgement.gates)}: passed"
             self._append(BASELINE, row | {"hypothesis": "the start", "gates": gates})
         self._go_on(last)
@@ -189,7 +190,7 @@ class Search(Loop):
                 raise ToolError(prompts.SAME_TREE.format(parent))
             trial.events.event("proposal", lambda: proposal.model_dump() | {"parent": parent})
             engine = self.tools.engine
-            row = trial.run(before, engine, (lines_of_code(before), lines_of_code(engine)))
+            row = trial.run(before, engine, (code_lines(before), code_lines(engine)))
             text = diff(before, engine)
         about = {"hypothesis": proposal.line, "predicted_ratio": proposal.predicted_ratio}
         return self._append(name, row | about | {"parent": parent}, text)
@@ -224,7 +225,7 @@ class Search(Loop):
         if best != BASELINE and FINAL not in {row["id"] for row in rows}:
             self.say("all keeps against the start")
             with self._tree(BASELINE) as start, self._tree(best) as tree:
-                sizes = lines_of_code(start), lines_of_code(tree)
+                sizes = code_lines(start), code_lines(tree)
                 row = final(self._trial(FINAL), start, tree, sizes)
                 text = diff(start, tree)
             about = {"parent": BASELINE, "hypothesis": f"all keeps up to row {best} together"}

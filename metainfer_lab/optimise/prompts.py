@@ -26,8 +26,9 @@ is timed in turn with the tree that it began from until noise can no longer expl
 Rules
 - One idea a proposal: change the files, then call `propose` with the hypothesis and the ratio that
   you predict. It must be the last call of a reply and decides about the whole attempt.
-- A change is kept when it is faster beyond the threshold, or as fast with fewer lines of code, when
-  no other workload loses more than its guard, and when every gate passes.
+- A change is kept when it is faster beyond the threshold, or as fast with fewer lines of code
+  (comments, docstrings and layout do not count), when no other workload loses more than its guard,
+  and when every gate passes.
 - Afterwards the engine folder goes back to a kept tree. Every attempt, losses included, is a row of
   the ledger with its diff: read it before you propose, do not repeat what was measured, and say
   in the hypothesis what is different where you go near it.

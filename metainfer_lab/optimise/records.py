@@ -50,12 +50,14 @@ class Settings(Record):
     def rule(self) -> Rule:
         """The rule of a comparison with the current best."""
         levels = self.alpha_keep, self.alpha_discard
-        return Rule(self.threshold, *levels, self.blocks, least_blocks(min(levels)))
+        change = self.threshold, self.threshold
+        return Rule(*change, *levels, self.blocks, least_blocks(min(levels)))
 
     @property
     def final_rule(self) -> Rule:
         """All keeps together against the start: faster at all, over a fixed number of blocks."""
-        return Rule(0.0, self.alpha_keep, self.alpha_discard, self.final_blocks, self.final_blocks)
+        levels, blocks = (self.alpha_keep, self.alpha_discard), self.final_blocks
+        return Rule(0.0, self.threshold, *levels, blocks, blocks)
 
 
 def workloads_of(spec: Spec) -> dict[str, Workload]:

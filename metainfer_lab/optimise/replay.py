@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 from metainfer_lab.agent.loop import rebuild
 from metainfer_lab.agent.replay import MACHINE_BOUND, Divergence, Report
 from metainfer_lab.agent.tools import Judge, real_judge
-from metainfer_lab.agent.turns import diff, lines_of_code
+from metainfer_lab.agent.turns import diff
 from metainfer_lab.agent.watch import say_plainly
 from metainfer_lab.errors import InputError
 from metainfer_lab.optimise import search
 from metainfer_lab.optimise.loop import ATTEMPT, START, raw_file, share_of_floor
 from metainfer_lab.optimise.search import BASELINE, FINAL, Row
+from metainfer_lab.optimise.size import code_lines
 from metainfer_lab.optimise.trial import Events, Missing, Trial, baseline, final
 from metainfer_lab.paths import tree_hash
 
@@ -126,13 +127,13 @@ class Follower:
         )
         if row["id"] == BASELINE:
             events.event("floor", lambda: None)
-            return baseline(trial, tree, lines_of_code(tree))
+            return baseline(trial, tree, code_lines(tree))
         before = self._tree(row["parent"])
         if row["id"] == FINAL:
             tree = self._tree(search.best(self.rows))
-            return final(trial, before, tree, (lines_of_code(before), lines_of_code(tree)))
+            return final(trial, before, tree, (code_lines(before), code_lines(tree)))
         events.event("proposal", lambda: None)
-        return trial.run(before, tree, (lines_of_code(before), lines_of_code(tree)))
+        return trial.run(before, tree, (code_lines(before), code_lines(tree)))
 
     def _gates(self, row: Row, tree: Path, judge: Judge) -> None:
         """The row's last gates for real; speed belongs to the machine."""

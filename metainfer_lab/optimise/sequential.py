@@ -68,10 +68,12 @@ def interval(values: Sequence[float], alpha_lo: float, alpha_hi: float) -> Inter
 
 @dataclass(frozen=True)
 class Rule:
-    """threshold: gain (a ratio less one) that a keep must exceed; alpha_keep: chance to keep what
-    does not; alpha_discard: chance to drop what does; most, least: blocks."""
+    """gain: what a keep must exceed (a ratio less one); loss: what one with fewer lines may cost;
+    alpha_keep: chance to keep what does not; alpha_discard: chance to drop what does; most, least:
+    blocks."""
 
-    threshold: float
+    gain: float
+    loss: float
     alpha_keep: float
     alpha_discard: float
     most: int
@@ -84,16 +86,16 @@ class Rule:
     def decide(self, values: Sequence[float], fewer_lines: bool) -> Decision | None:
         """What these blocks allow to say; None: measure on.
 
-        With fewer lines it suffices that speed is equal: no loss beyond the threshold.
+        With fewer lines it suffices that speed is equal: no loss beyond the rule's.
         """
         if len(values) < min(self.least, self.most):
             return None
-        found, gain = self.interval(values), math.log1p(self.threshold)
+        found, gain, loss = self.interval(values), math.log1p(self.gain), math.log1p(-self.loss)
         if found.lo > gain:
             return "faster"
-        if fewer_lines and found.lo > -gain:
+        if fewer_lines and found.lo > loss:
             return "simpler"
-        if found.hi < (-gain if fewer_lines else gain):
+        if found.hi < (loss if fewer_lines else gain):
             return "no gain"
         return "undecided" if len(values) >= self.most else None
 
