@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from metainfer_lab.bench import products, timing
+from metainfer_lab.bench import compare, products, timing
 from metainfer_lab.bench.worker import Worker, WorkerError
 from metainfer_lab.bench.workload import Workload
 from metainfer_lab.errors import InputError
@@ -59,6 +62,47 @@ def test_short_or_disjoint_streams_are_no_measurement():
         clocked([(0.1, 0, 1)], 1)
     with pytest.raises(ValueError, match="never all"):
         clocked([(0.1, 0, 1), (0.2, 0, 1), (0.3, 1, 1), (0.4, 1, 1)], 2)
+
+
+class Host:
+    """An engine's process that answers each request with three tokens, a step every 10 ms."""
+
+    def __init__(self) -> None:
+        self.left: dict[int, int] = {}
+        self.together: list[int] = []
+
+    def submit(self, prompt: list[int], params: dict) -> int:
+        request = prompt[0]
+        self.left[request] = 3
+        return request
+
+    def run(self):
+        while self.left:
+            time.sleep(0.01)
+            self.together.append(len(self.left))
+            made = [SimpleNamespace(request=request, token=7) for request in self.left]
+            self.left = {r: n - 1 for r, n in self.left.items() if n > 1}
+            yield SimpleNamespace(results=made)
+
+
+@pytest.mark.parametrize(("gap_ms", "together"), [(0, [4] * 3), (10, None), (100, [1] * 12)])
+def test_streams_start_at_once_or_one_after_the_other(gap_ms, together):
+    """A stream joins while others run, or after they ended; its TTFT counts from its own start."""
+    workload = Workload(prompt_len=1, output_len=3, concurrency=4, gap_ms=gap_ms)
+    engine, starts = SimpleNamespace(process=Host()), []
+    prompts = [[0], [1], [2], [3]]
+    got = [*compare._events(engine, workload, prompts, starts)]
+    assert sorted(got) == sorted((stream, 7) for stream in range(4) for _ in range(3))
+    assert all(later - start >= 0.95e-3 * gap_ms for start, later in itertools.pairwise(starts))
+    # in between, how many meet is the machine's to say
+    assert together is None or engine.process.together == together
+
+
+def test_first_token_times_count_from_each_streams_start():
+    times = iter([0.0, 0.5, 0.6, 1.5, 1.6, 1.7, 1.8])
+    pairs = [(0, 1), (0, 1), (1, 1), (0, 1), (1, 1), (0, 1)]
+    sample = timing.sample_from(pairs, [[1]] * 2, clock=lambda: next(times), starts=[0.0, 1.2])
+    assert sample.ttft_ms == pytest.approx((500 + 300) / 2)
 
 
 def test_turns_go_there_and_back():

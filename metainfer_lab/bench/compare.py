@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -193,15 +194,34 @@ def _engine_runner(engine: Engine, measured: Measurement) -> Callable[[], Sample
 
 
 def time_engine(engine: Engine, workload: Workload, batch: list[list[int]]) -> Sample:
-    """One run of an open engine on one batch of prompts; the clock is outside its process."""
+    """One run of an open engine on one batch of prompts; the clock is outside its process.
 
-    def events() -> Iterator[tuple[int, int]]:
-        params = workload.params()
-        streams = {engine.process.submit(prompt, params): i for i, prompt in enumerate(batch)}
-        for arrival in engine.process.run():
+    Streams that start one after the other are submitted while the earlier ones run.
+    """
+    starts: list[float] = []
+    events = _events(engine, workload, batch, starts)
+    return sample_from(events, batch, starts=starts if workload.gap_ms else None)
+
+
+def _events(
+    engine: Engine, workload: Workload, batch: list[list[int]], starts: list[float]
+) -> Iterator[tuple[int, int]]:
+    """(stream, token) as they arrive; notes in `starts` when each stream was submitted."""
+    process, params, streams = engine.process, workload.params(), {}
+    begun, gap = time.perf_counter(), workload.gap_ms / 1e3
+
+    def submit_due() -> None:
+        while len(starts) < len(batch) and time.perf_counter() - begun >= len(starts) * gap:
+            stream = len(starts)
+            starts.append(time.perf_counter() - begun)
+            streams[process.submit(batch[stream], params)] = stream
+
+    while len(starts) < len(batch):
+        time.sleep(max(0.0, begun + len(starts) * gap - time.perf_counter()))
+        submit_due()
+        for arrival in process.run():
+            submit_due()
             yield from ((streams[result.request], result.token) for result in arrival.results)
-
-    return sample_from(events(), batch)
 
 
 def _told(live: Live | Silent, name: str, run: Callable) -> Callable:
@@ -225,6 +245,7 @@ def _row(measured: Measurement, name: str, metric: str, values: list[float], bas
         "timing": f"host clock outside the process, in turn with {others or 'nobody'}",
         "decoding": "greedy, ignore_eos, random prompts never repeated",
         "floor": floor_kind(planned),
+        **({"arrivals": f"one every {gap:g} ms"} if (gap := measured.workload.gap_ms) else {}),
         **measured.about.get(name, {}),
     }
     return {

@@ -33,6 +33,8 @@ def chosen(spec: Spec, beside: Sequence[str]) -> list[str]:
 
 def runner(name: str, stack: ExitStack, engine: Engine, measured: Measurement) -> Callable:
     """Open a rival; the result times one run of it while the engine's processes stand still."""
+    if measured.workload.gap_ms:
+        raise InputError("beside: rivals start all streams at once; leave them out, or gap_ms at 0")
     if name == "products":
         return while_frozen(engine, _products(stack, engine, measured))
     rival = stack.enter_context(RIVALS[name](engine, measured))

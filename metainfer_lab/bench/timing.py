@@ -8,7 +8,7 @@ together while every one of them is decoding.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,10 +60,12 @@ def sample_from(
     events: Iterable[tuple[int, int]],
     prompts: list[list[int]],
     clock: Callable[[], float] = time.perf_counter,
+    starts: Sequence[float] | None = None,
 ) -> Sample:
     """Stamp (stream, token) events as they arrive; the clock starts when the iteration does.
 
-    ValueError when a stream sends fewer than two tokens: a rate needs an interval.
+    starts: seconds after that at which each stream was submitted (read when all events are in);
+    None: all at once. ValueError for a stream of fewer than two tokens: a rate needs an interval.
     """
     start = clock()
     stamps: list[list[float]] = [[] for _ in prompts]
@@ -71,11 +73,14 @@ def sample_from(
     for stream, token in events:
         stamps[stream].append(clock() - start)
         tokens[stream].append(token)
-    return _read_clock(prompts, tokens, stamps)
+    return _read_clock(prompts, tokens, stamps, starts or [0.0] * len(prompts))
 
 
 def _read_clock(
-    prompts: list[list[int]], tokens: list[list[int]], stamps: list[list[float]]
+    prompts: list[list[int]],
+    tokens: list[list[int]],
+    stamps: list[list[float]],
+    starts: Sequence[float],
 ) -> Sample:
     short = [index for index, times in enumerate(stamps) if len(times) < 2]
     if short:
@@ -89,7 +94,7 @@ def _read_clock(
     return Sample(
         prompts=prompts,
         tokens=tokens,
-        ttft_ms=1e3 * float(np.median([times[0] for times in stamps])),
+        ttft_ms=1e3 * float(np.median([t[0] - s for t, s in zip(stamps, starts, strict=True)])),
         tpot_ms=1e3 * float(np.median(per_token)),
         decode_tok_s=within / (last - first),
         output_tok_s=total / end,

@@ -11,13 +11,14 @@ from metainfer_lab.spec import Spec
 
 
 class Workload(BaseModel):
-    """One operating point: `concurrency` streams that start together, each of the same lengths."""
+    """One operating point: `concurrency` streams of the same lengths, by default all at once."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     prompt_len: int = Field(ge=1, description="tokens of each prompt")
     output_len: int = Field(ge=2, description="tokens of each answer; the first gives the TTFT")
     concurrency: int = Field(default=1, ge=1)
+    gap_ms: float = Field(default=0.0, ge=0, description="from one stream's start to the next")
     runs: int = Field(default=5, ge=1, description="timed runs, after one that warms up")
 
     @classmethod
