@@ -90,6 +90,7 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="metainfer-gates-") as work:
         trial = Trial(folder, spec, _device(spec), sandbox, Path(work).resolve(), _oracle=oracle)
         try:
+            trial.warm()
             for name in chosen:
                 trial.rng = np.random.default_rng([seed, list(GATES).index(name)])
                 verdicts.append(_judged(name, trial, (before, tree)))

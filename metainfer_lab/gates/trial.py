@@ -199,6 +199,10 @@ class Trial:
         oracle.use(computed, dtype)
         return oracle
 
+    def warm(self) -> None:
+        """Let the oracle's process start beside what comes first."""
+        self._oracles()
+
     def _oracles(self) -> Oracle:
         assert not self._living, "the oracle speaks after the candidate has ended"
         if self._oracle is None:

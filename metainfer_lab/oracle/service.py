@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Iterator
@@ -219,4 +220,5 @@ if __name__ == "__main__":
     # Plain torch alone: no kernel that happens to be installed takes part.
     sys.modules |= dict.fromkeys(("fla", "causal_conv1d"))
     torch.backends.cudnn.allow_tf32 = False
+    importlib.import_module("transformers.modeling_utils")  # seconds, while nobody waits yet
     serve(**json.loads(sys.argv[1]))
