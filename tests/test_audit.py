@@ -140,7 +140,9 @@ def test_the_matrix_adds_up(monkeypatch, tmp_path):
 
 def test_the_matrix_is_seen(monkeypatch):
     """The picture has a cell for each engine and gate; the noun shows itself."""
-    whole = judged(monkeypatch, lambda one, gate: by_turns(one, gate) or (gate == "logits" and gate))
+    whole = judged(
+        monkeypatch, lambda one, gate: by_turns(one, gate) or (gate == "logits" and gate)
+    )
     table = whole.table()
     axes = lab.figures.kill_matrix(table).axes[0]
     drawn = axes.collections[0].get_array()
