@@ -282,6 +282,8 @@ def test_a_killed_rank_is_a_named_error_within_seconds(model):
         ranks.pipes[0].send(("step", (), {}))
         assert ranks.pipes[0].poll(20)
         name, text = ranks.pipes[0].recv()
+        ranks.pipes[0].send(("close", (), {}))
+        assert ranks.pipes[0].poll(20) and ranks.pipes[0].recv() is None
     assert name == "LostRank" and "rank 0 of 2" in text
     assert time.monotonic() - started < 10
 

@@ -206,7 +206,13 @@ class Engine:
         }
 
     def close(self) -> None:
-        """Gives the device memory back; the engine cannot be used afterwards."""
+        """Gives the device memory back; the engine cannot be used afterwards.
+
+        Not after a lost rank: a kernel's trap leaves a device that frees nothing before the process
+        ends.
+        """
+        if self.group.lost:
+            return
         self.in_flight.clear()
         self.running.clear()
         self.waiting.clear()

@@ -80,7 +80,7 @@ class Group:
 
     def leave(self) -> None:
         """Gives device memory back, once every rank is done with it."""
-        if self.lost or not torch.cuda.is_available():
+        if not torch.cuda.is_available():
             return
         torch.cuda.synchronize()
         if self.exchange is not None:
