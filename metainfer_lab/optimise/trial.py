@@ -152,11 +152,8 @@ class Trial:
         found, interval = rule.interval(gains), ratios(rule, gains)
         reason = f"{KEPT.get(decision, decision)} after {found.n} blocks"
         status: Literal["keep", "discard"] = "keep" if decision in KEPT else "discard"
-        workload = self.settings.workloads[MAIN]
-        what = f"{OBJECTIVE}, prompt {workload.prompt_len}, output {workload.output_len}"
-        text = f"{what}, streams {workload.concurrency}"
         self.say(f"  {decision}: {interval['ratio']:.3f} after {found.n} blocks")
-        return interval | {"status": status, "reason": reason, "workload": text}
+        return interval | {"status": status, "reason": reason, "workload": objective(self.settings)}
 
     def _guards(self, parent: Path, candidate: Path) -> str | None:
         """Which workload or metric a change costs more than its guard, if any."""
@@ -210,6 +207,13 @@ class Trial:
         return row
 
 
+def objective(settings: Settings) -> str:
+    """What is optimised, in words for a row."""
+    asked = settings.workloads[MAIN]
+    lengths = f"prompt {asked.prompt_len}, output {asked.output_len}"
+    return f"{OBJECTIVE}, {lengths}, streams {asked.concurrency}"
+
+
 def fate(error: Broken) -> Row:
     """What a row says of an engine that ended or hung; its last words are cut and scrubbed."""
     return {"status": error.status, "reason": one_line(scrub(str(error)), 200)}
@@ -223,7 +227,8 @@ def baseline(trial: Trial, start: Path, lines: int) -> Row:
         if len(gains) == trial.settings.rule.least:
             break
     row = ratios(trial.settings.rule, gains) | {"status": "keep", "lines": lines}
-    return row | {"seconds": trial.events.seconds, "reason": "the start against itself"}
+    row |= {"seconds": trial.events.seconds, "workload": objective(trial.settings)}
+    return row | {"reason": "the start against itself"}
 
 
 def final(trial: Trial, start: Path, best: Path, lines: tuple[int, int]) -> Row:
