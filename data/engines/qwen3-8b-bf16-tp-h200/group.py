@@ -84,7 +84,10 @@ class Group:
             return
         torch.cuda.synchronize()
         if self.exchange is not None:
-            self.gather(self.exchange.control).cpu()
+            self.gather(self.exchange.control)
+            done = torch.cuda.Event()
+            done.record()
+            self.wait(done)
             self.exchange.close()
         torch.cuda.empty_cache()
 
