@@ -1,10 +1,10 @@
 """The pairs in an engine's OPERATORS, run in its own process. Stands alone, like host.py.
 
 Operator: naive and kernel take the same arguments and return the same tensors (one, a tuple or a
-dict). draw(engine, rows, context, seed) draws arguments by name, in the engine's own formats;
-None where the gate knows the operator by its name. rows: the counts that the kernel takes; mutated:
-arguments that a call also writes; an argument `dtype` is the format in which naive computes on what
-other arguments hold.
+dict). draw(engine, rows, context, seed) draws arguments, a dict by name or a tuple, in the engine's
+own formats; None where the gate knows the operator by its name. rows: the counts that the kernel
+takes; mutated: arguments that a call also writes. A torch.dtype among the arguments is for naive
+alone: the format in which it computes on what other arguments hold.
 """
 
 from __future__ import annotations
@@ -47,13 +47,21 @@ def both(
 ) -> dict[str, np.ndarray]:
     """Results of naive in float64 ("want…") and of a form on the same arguments ("got…")."""
     arguments = operator.draw(engine, rows, context, seed)
+    if not isinstance(arguments, dict):
+        arguments = dict(enumerate(arguments))
     exact = {name: _wide(value) for name, value in arguments.items()}
-    if "dtype" in exact:
-        exact["dtype"] = torch.float64
-    want = results(operator.naive(**exact)) | _mutated(operator, exact)
-    got = results(getattr(operator, form)(**arguments)) | _mutated(operator, arguments)
+    want = _called(operator.naive, exact) | _mutated(operator, exact)
+    if form == "kernel":
+        arguments = {n: x for n, x in arguments.items() if not isinstance(x, torch.dtype)}
+    got = _called(getattr(operator, form), arguments) | _mutated(operator, arguments)
     named = {f"want {name}": value for name, value in want.items()}
     return named | {f"got {name}": value for name, value in got.items()}
+
+
+def _called(function: Any, arguments: dict[Any, Any]) -> dict[str, np.ndarray]:
+    by_place = [value for name, value in arguments.items() if isinstance(name, int)]
+    by_name = {name: value for name, value in arguments.items() if isinstance(name, str)}
+    return results(function(*by_place, **by_name))
 
 
 def results(returned: Any) -> dict[str, np.ndarray]:
@@ -85,7 +93,9 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _wide(value: Any) -> Any:
-    """A copy with every float in float64."""
+    """A copy with every float in float64, and that format in place of another."""
+    if isinstance(value, torch.dtype):
+        return torch.float64
     if isinstance(value, torch.Tensor):
         return value.double() if value.is_floating_point() else value.clone()
     if isinstance(value, tuple | list):
