@@ -21,17 +21,37 @@ def fill(kind: type, **values) -> ctypes.Structure:
     return args
 
 
+OPERATIONS = (
+    "single_embed",
+    "single_in",
+    "single_delta",
+    "single_out_gated",
+    "single_attention",
+    "single_join",
+    "single_out_raw",
+    "single_router",
+    "single_gate_up",
+    "single_down",
+    "single_head",
+)  # in the order of enum Op
+
+
+class Body(ctypes.Union):
+    """What an instruction of the resident kernel works on."""
+
+
+class Instruction(ctypes.Structure):
+    """One instruction; `tag` counts layers from 1 (see kernels/producer.cuh)."""
+
+
 SingleArgs = _struct(
     "SingleArgs",
-    "weight alpha weight16 alpha16 x norm z half_x y y16 h",
-    ints="tiles grid_main",
+    "weight alpha weight16 alpha16 into norm z out out16 residual logits table token",
+    ints="tiles tiles16 grid_main",
     floats="eps",
 )
-ExpertArgs = _struct(
-    "ExpertArgs",
-    "weight alpha shared_weight shared_alpha logits norm x h",
-    floats="eps",
-)
+DownArgs = _struct("DownArgs", "weight shared_weight alpha shared_alpha logits h out residual")
+PersistentArgs = _struct("PersistentArgs", "program state row_slot position", ints="count")
 BatchArgs = _struct(
     "BatchArgs",
     "weight alpha weight16 alpha16 x y y16 h",
@@ -65,7 +85,7 @@ PrefillArgs = _struct(
 AttentionArgs = _struct(
     "AttentionArgs",
     "qkv q_norm k_norm rope row_slot position page_table pages parts stats out",
-    ints="ld pages_per_slot splits batched",
+    ints="ld pages_per_slot splits",
     floats="eps",
 )
 EmbedArgs = _struct("EmbedArgs", "table row_slot token x")
@@ -74,3 +94,22 @@ PickArgs = _struct(
     "logits model_logits row_slot token position temperature seed parts out_token out_logprob",
     ints="advance scratch",
 )
+
+Body._fields_ = [
+    ("single", SingleArgs),
+    ("down", DownArgs),
+    ("delta", DeltaArgs),
+    ("attention", AttentionArgs),
+]
+Instruction._fields_ = [
+    ("op", ctypes.c_int),
+    ("tag", ctypes.c_uint),
+    ("body", Body),
+]
+
+
+def instruction(name: str, tag: int, args: ctypes.Structure) -> Instruction:
+    """An instruction of the resident kernel from its operation's arguments."""
+    made = Instruction(op=OPERATIONS.index(name), tag=tag)
+    ctypes.memmove(ctypes.byref(made.body), ctypes.byref(args), ctypes.sizeof(args))
+    return made

@@ -12,17 +12,19 @@ from .formats import Matrix
 MAX_ROWS = 32
 PICK_BLOCKS = 64
 TILE = 16
-# Row tiles of a block in the batched products, blocks along K of the output projection, and tiles
-# in flight of the single-row projection; the kernels are compiled for them.
+# Row tiles of a block in the batched products and blocks along K of the output projection; the
+# kernels are compiled for them.
 BLOCK_TILES = {"IN_TILES": 6, "QKV_TILES": 5, "OUT_TILES": 4, "ROUTER_TILES": 1}
 OUT_PARTS = 4
-IN_STAGES = 5
 # Shared memory of the kernels: columns and padded stride of a staged activation block, stages.
 X_COLUMNS, X_STRIDE, STAGES = 256, 272, 3
 GROUP_BYTES = 1152  # 16 rows x 128 columns of NVFP4
 MAX_SPLIT_ROWS = 128  # attention splits x rows
 ATTENTION_SHARED = 2 * 2 * 32 * (256 + 8) * 2  # stages, keys and values, tokens, padded rows
-SINGLE_THREADS = 512
+# The resident kernel of one row: sixteen warps and a producer; shared memory; stages of its ring,
+# and how many of them are on their way at a time.
+PERSISTENT_THREADS, PERSISTENT_SHARED = 17 * 32, 216064
+RING_STAGES, IN_FLIGHT = 12, 3
 MOE_THREADS = 17 * 32
 MOE_SHARED = 4 * (8 * 4 * GROUP_BYTES + 2 * 8 * X_STRIDE * 2)  # stages of 8 tiles, 8 rows
 
@@ -36,8 +38,8 @@ def defines(config: Config) -> dict[str, int]:
         "num_experts_per_tok": config.top_k == 8,
         "num_experts": config.experts == 256,
         "shared_expert_intermediate_size": config.shared_width == config.expert_width,
-        "hidden_size": config.hidden % 1024 == 0,
-        "moe_intermediate_size": config.expert_width % 512 == 0,
+        "hidden_size": config.hidden % 2048 == 0,
+        "moe_intermediate_size": config.expert_width == 512,
         "vocab_size": config.vocab % 64 == 0,
         "num_attention_heads": config.attention_width == config.value_width
         and config.heads // config.kv_heads == 8,
@@ -62,7 +64,12 @@ def defines(config: Config) -> dict[str, int]:
         "HEAD_DIM": config.head_dim,
         "ROPE_DIM": config.rope_dim,
     }
-    return sizes | BLOCK_TILES | {"OUT_PARTS": OUT_PARTS, "IN_STAGES": IN_STAGES}
+    resident = {
+        "RING_STAGES": RING_STAGES,
+        "IN_FLIGHT": IN_FLIGHT,
+        "PERSISTENT_SHARED": PERSISTENT_SHARED,
+    }
+    return sizes | BLOCK_TILES | {"OUT_PARTS": OUT_PARTS} | resident
 
 
 class Buffers:

@@ -15,7 +15,18 @@ from functools import cache
 from pathlib import Path
 
 KERNELS = Path(__file__).parent / "kernels"
-FILES = ("single.cu", "batched.cu", "experts.cu", "delta.cu", "attention.cu", "sampling.cu")
+# Translation units: headers, then the file that gives its name.
+SOURCES = {
+    files[-1]: ("common.cuh", *files)
+    for files in (
+        ("mixers.cuh", "producer.cuh", "consumer.cuh", "persistent.cu"),
+        ("batched.cu",),
+        ("experts.cu",),
+        ("mixers.cuh", "delta.cu"),
+        ("mixers.cuh", "attention.cu"),
+        ("sampling.cu",),
+    )
+}
 
 CLUSTER_ATTRIBUTE = 4
 PDL_ATTRIBUTE = 6
@@ -64,13 +75,12 @@ def _text(lib: ctypes.CDLL, program: ctypes.c_void_p, what: str, raw: bool = Fal
 
 def build(target: str, defines: dict[str, int]) -> dict[str, bytes]:
     """Cubins by file name, from the cache where the sources and sizes are the same."""
-    common = (KERNELS / "common.cuh").read_text()
     folder = Path(
         os.environ.get("QWEN36_KERNEL_CACHE", Path(tempfile.gettempdir()) / "qwen36-kernels")
     )
 
     def one(name: str) -> tuple[str, bytes]:
-        source = common + (KERNELS / name).read_text()
+        source = "".join((KERNELS / part).read_text() for part in SOURCES[name])
         key = hashlib.sha256(f"{target}{sorted(defines.items())}{source}".encode()).hexdigest()
         path = folder / f"{key}.cubin"
         if path.is_file():
@@ -82,8 +92,8 @@ def build(target: str, defines: dict[str, int]) -> dict[str, bytes]:
         part.replace(path)
         return name, cubin
 
-    with ThreadPoolExecutor(len(FILES)) as pool:
-        return dict(pool.map(one, FILES))
+    with ThreadPoolExecutor(len(SOURCES)) as pool:
+        return dict(pool.map(one, SOURCES))
 
 
 class LaunchAttribute(ctypes.Structure):

@@ -17,7 +17,8 @@ from .config import Config
 from .cuda import Kernels
 from .naive import Segments
 from .prefill import Prefill
-from .steps import BatchedStep, SingleStep, Step, pick_args
+from .single import SingleStep
+from .steps import BatchedStep, Step, pick_args
 from .weights import Weights
 
 BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32)
@@ -78,6 +79,7 @@ class CudaRunner:
         if cache.max_batch > MAX_ROWS:
             raise ValueError(f"max_batch: {cache.max_batch} exceeds the kernels' {MAX_ROWS}")
         self.config, self.cache, self.device = config, cache, cache.states.device
+        self.weights = weights
         weights.embedding = weights.embedding.to(torch.bfloat16)
         self.kernels = Kernels(defines(config))
         self.sms = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -90,6 +92,7 @@ class CudaRunner:
         rope = rope_table(config, context_positions(cache), self.device)
         common = (config, weights, cache, self.buffers, state, rope)
         self.step_one = SingleStep(*common, 1, self.sms)
+        self.head_launch = self.step_one.single("single_head")
         sizes = [b for b in BATCH_SIZES if b < cache.max_batch] + [cache.max_batch]
         self.steps: dict[int, Step] = {
             b: BatchedStep(*common, b, self.sms) if b > 1 else self.step_one for b in sizes
@@ -138,7 +141,8 @@ class CudaRunner:
         """Float32 logits [1, V] of one row of the residual stream."""
         assert len(hidden) == 1
         self.buffers.x[:1] = hidden
-        launch = self.step_one.launches[-3]  # head, then the two pick kernels
+        launch, tag = self.head_launch
+        self.step_one.stage(tag, x_only=True)
         self.kernels[launch.kernel].launch(launch.grid, launch.block, launch.args, launch.shared)
         return self.buffers.logits[:1]
 

@@ -1,7 +1,9 @@
 """Kernels of the Qwen3.6 NVFP4 engine: a decode step of one stream, and one of 32.
 
 The engine's own step is built on torch's `meta` device, which has shapes and no memory; its list
-of launches says entry, grid, block and shared memory of each kernel.
+of launches says entry, grid, block and shared memory of each kernel. The one resident kernel of a
+single row is shown operation by operation: compiled with the others left out, which changes
+registers and instruction count of the whole, not the loops.
 """
 
 from dataclasses import replace
@@ -9,11 +11,14 @@ from pathlib import Path
 
 import torch
 
+from . import arguments
 from .buffers import Buffers, SlotState, defines, rope_table
 from .cache import Cache
 from .config import Config, read_config
+from .cuda import SOURCES
 from .formats import Matrix
-from .steps import BatchedStep, SingleStep
+from .single import SingleStep
+from .steps import BatchedStep
 from .weights import Loader, Weights
 
 META = torch.device("meta")
@@ -21,13 +26,16 @@ SMS, CONTEXT = 132, 1088
 BITS = {"nvfp4": 4.5, "fp8": 8, "f16": 16}  # 4.5: a code and its share of a scale for 16 codes
 LAYERS = ("linear_attention", "full_attention")
 FILES = {
-    "single": ("single_",),
-    "batched": ("batched", "head"),
-    "experts": ("moe", "route", "combine"),
-    "delta": ("delta",),
-    "attention": ("attention",),
-    "sampling": ("embed", "pick"),
+    "persistent.cu": ("single_",),
+    "batched.cu": ("batched", "head"),
+    "experts.cu": ("moe", "route", "combine"),
+    "delta.cu": ("delta",),
+    "attention.cu": ("attention",),
+    "sampling.cu": ("embed", "pick"),
 }  # fmt: skip
+# Operations of the resident kernel of one row, in the order of its enum Op.
+OPERATIONS = ("EMBED", "PROJECT", "DELTA", "OUT_GATED", "ATTEND", "JOIN", "OUT_RAW", "ROUTE",
+              "GATE_UP", "DOWN", "HEAD")  # fmt: skip
 
 
 class Shapes:
@@ -41,6 +49,15 @@ class Shapes:
 
     def finish(self) -> None:
         """Nothing is left over."""
+
+
+class Operation:
+    """An instruction in the place of a launch."""
+
+    def __init__(self, name: str, launch) -> None:
+        self.kernel, self.entry = name, launch.kernel
+        self.grid, self.block, self.shared = launch.grid, launch.block, launch.shared
+        self.defines = {"ONLY": OPERATIONS[arguments.OPERATIONS.index(name)]}
 
 
 def kernels(config: Path) -> list[dict]:
@@ -63,8 +80,12 @@ def _launches(c: Config, weights: Weights, rows: int) -> list:
     kinds = (torch.int64, torch.int64, torch.float32, torch.int64)
     cache = Cache(c, META, torch.bfloat16, rows, CONTEXT, None)
     slots, rope = SlotState(*map(make, kinds)), rope_table(c, CONTEXT, META)
-    step = BatchedStep if rows > 1 else SingleStep
-    return step(c, weights, cache, Buffers(c, META), slots, rope, rows, SMS).launches
+    common = (c, weights, cache, Buffers(c, META), slots, rope, rows, SMS)
+    if rows > 1:
+        return BatchedStep(*common).launches
+    step = SingleStep(*common)
+    resident = next(launch for launch in step.launches if launch.kernel == "decode_one")
+    return [Operation(name, resident) for name, _ in step.program]
 
 
 def _uses(c: Config, weights: Weights, rows: int) -> dict[str, list[dict]]:
@@ -89,10 +110,13 @@ def _uses(c: Config, weights: Weights, rows: int) -> dict[str, list[dict]]:
         "single_in": into,
         "batched_in": into[:1],
         "batched_qkv": into[1:],
+        "single_delta": [delta],
         "delta": [delta],
         "single_out_gated": out[:1],
         "single_out_raw": out[1:],
         "batched_out": out,
+        "single_join": [{"name": "attention join", "launches": counts[1]}],
+        "single_attention": [attend],
         "attention_join": [{"name": "attention join", "launches": counts[1]}],
         "attention": [attend],
         "single_router": [shared],
@@ -131,8 +155,10 @@ def _named(launches: list, uses: dict[str, list[dict]], c: Config, rows: int) ->
             grid *= size
         file = next(f for f, starts in FILES.items() if launch.kernel.startswith(starts))
         named.append({
-            "files": ("kernels/common.cuh", f"kernels/{file}.cu"), "options": ("-default-device",),
-            "defines": defines(c), "entry": launch.kernel, "grid": grid, "block": launch.block,
+            "files": tuple(f"kernels/{part}" for part in SOURCES[file]),
+            "options": ("-default-device",),
+            "defines": defines(c) | getattr(launch, "defines", {}),
+            "entry": getattr(launch, "entry", launch.kernel), "grid": grid, "block": launch.block,
             "shared_bytes": launch.shared, "tokens": rows, **use,
             "name": use["name"] if rows == 1 else f"{use['name']}, {rows} rows",
             "column_tiles": -(-rows // 8) if launch.kernel.startswith(("batched", "head")) else 1,

@@ -6,12 +6,12 @@ the kernel read: so `naive` comes first.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from . import buffers, naive, sampler, steps
+from . import arguments, buffers, naive, sampler, single, steps
 from .cache import Cache
 from .config import Config
 from .weights import Attention, Gdn, Weights
@@ -25,6 +25,9 @@ class Workbench:
     def __init__(
         self, config: Config, weights: Weights, rows: int, context: int, seed: int, kernels=None
     ) -> None:
+        widths = {config.hidden, config.value_width, config.attention_width}
+        if config.value_width != config.attention_width or any(w % 256 for w in widths):
+            raise NotImplementedError(f"widths {widths}: the kernels' are multiples of 256")
         device = weights.final_norm.device
         self.config, self.weights, self.rows, self.kernels = config, weights, rows, kernels
         self.random = torch.Generator(device).manual_seed(seed)
@@ -37,7 +40,7 @@ class Workbench:
             make(torch.int64), make(torch.int64), make(torch.float32), make(torch.int64)
         )
         self._fill(context)
-        kind = steps.SingleStep if rows == 1 else steps.BatchedStep
+        kind = single.SingleStep if rows == 1 else steps.BatchedStep
         rope = buffers.rope_table(config, buffers.context_positions(self.cache), device)
         sms = torch.cuda.get_device_properties(device).multi_processor_count if kernels else 132
         self.step = kind(config, weights, self.cache, self.buffers, self.slots, rope, rows, sms)
@@ -76,7 +79,15 @@ class Workbench:
             for item in self.step.launches
             if item.kernel == name and (reads is None or getattr(item.args, reads))
         )
-        self.kernels[name].launch(launch.grid, launch.block, launch.args, launch.shared)
+        self.kernels[launch.kernel].launch(launch.grid, launch.block, launch.args, launch.shared)
+        torch.cuda.synchronize()
+
+    def launch_single(self, *names: str) -> None:
+        """Run instructions of the resident kernel on the plain buffers and wait for it."""
+        launch, tag = self.step.single(*names)
+        self.step.stage(tag)
+        self.kernels[launch.kernel].launch(launch.grid, launch.block, launch.args, launch.shared)
+        self.step.unstage(names[-1])
         torch.cuda.synchronize()
 
     def columns(self, blocks: Tensor) -> Tensor:
@@ -95,11 +106,21 @@ class Workbench:
 
 @dataclass(frozen=True)
 class Operator:
-    """`inputs(config, weights, rows, context, seed, kernels)` makes the bench of both others."""
+    """`inputs(config, weights, rows, context, seed, kernels)` makes the bench of both others, for
+    one of the counts in `rows`; nothing but the results is `mutated`."""
 
     naive: Callable[[Workbench, torch.dtype], Outputs]
     kernel: Callable[[Workbench], Outputs]
     inputs: Callable[..., Workbench] = Workbench
+    rows: range = range(1, buffers.MAX_ROWS + 1)
+    mutated: tuple[str, ...] = ()
+
+    def draw(self, engine, rows: int, context: int, seed: int) -> tuple[Workbench, torch.dtype]:
+        """A bench around the weights of a loaded engine."""
+        runner, kernels = engine.runner, getattr(engine.runner, "kernels", None)
+        context = max(context + 1, 3)  # a decode step never begins one
+        bench = self.inputs(engine.config, runner.weights, rows, context, seed, kernels)
+        return bench, torch.float32
 
 
 def _normed(w: Workbench, dtype: torch.dtype, norm: Tensor) -> Tensor:
@@ -276,15 +297,18 @@ def _pick_kernels(w: Workbench) -> Outputs:
 
 def _pair(name: str, naive_form, wrote) -> Operator:
     def kernel(w: Workbench) -> Outputs:
-        w.launch(name)
+        (w.launch_single if name in arguments.OPERATIONS else w.launch)(name)
         return wrote(w)
 
     return Operator(naive_form, kernel)
 
 
 def _attention_kernels(w: Workbench) -> Outputs:
-    w.launch("attention")
-    w.launch("attention_join")
+    if w.rows == 1:
+        w.launch_single("single_attention", "single_join")
+    else:
+        w.launch("attention")
+        w.launch("attention_join")
     return {"out": w.columns(w.buffers.mixed), "pages": w.cache.pages[0]}
 
 
@@ -312,9 +336,10 @@ _LOGITS = lambda w: {"logits": w.buffers.logits[: w.rows]}  # noqa: E731
 _HIDDEN = lambda w: {"h": _hidden(w)[:, :-1]}  # noqa: E731
 
 OPERATORS: dict[str, Operator] = {
+    "single_embed": _pair("single_embed", _embed, lambda w: {"x": w.buffers.x[: w.rows]}),
     "embed": _pair("embed", _embed, lambda w: {"x": w.buffers.x[: w.rows]}),
     "single_in": _pair("single_in", *_FROM_FIRST),
-    "delta_single": _pair("delta_single", _delta, _delta_wrote),
+    "single_delta": _pair("single_delta", _delta, _delta_wrote),
     "single_out_gated": _pair(
         "single_out_gated", lambda w, d: _output(w, d, "single_out_gated"), _output_wrote
     ),
@@ -322,6 +347,8 @@ OPERATORS: dict[str, Operator] = {
         "single_out_raw", lambda w, d: _output(w, d, "single_out_raw"), _output_wrote
     ),
     "attention": Operator(_attention, _attention_kernels),
+    "single_attention": Operator(_attention, _attention_kernels),
+    "single_join": Operator(_attention, _attention_kernels),
     "single_router": _pair("single_router", _router, _router_wrote),
     "single_gate_up": _pair("single_gate_up", _gate_up, _HIDDEN),
     "single_down": _pair("single_down", _single_down, lambda w: {"x": w.buffers.x[:1]}),
@@ -344,3 +371,13 @@ OPERATORS: dict[str, Operator] = {
     **_batched("head", _head, _LOGITS),
     "pick_final": Operator(_pick, _pick_kernels),
 }
+
+
+def _rows(name: str) -> range:
+    """The counts that a kernel is launched for: one, or as many as its tiles of columns hold."""
+    tiles = {"1": range(2, 9), "2": range(9, 17), "4": range(17, 33)}
+    default = range(1, 2) if name.startswith("single") else range(2, buffers.MAX_ROWS + 1)
+    return tiles.get(name.rpartition("_")[2], default)
+
+
+OPERATORS = {name: replace(pair, rows=_rows(name)) for name, pair in OPERATORS.items()}

@@ -103,7 +103,8 @@ class Prefill:
         y, ab = dense["in"](xn), dense["ab"](xn)
         mixed = torch.empty(rows, config.conv_width, device=xn.device)
         gates = torch.empty(rows, 2 * config.value_heads, device=xn.device)
-        o = torch.empty(rows, config.value_width, device=xn.device)
+        # Rows beyond the prompt stay zero: a NaN there would pass through masked values.
+        o = torch.zeros(rows, config.value_width, device=xn.device)
         args = fill(
             c.PrefillArgs,
             qkv=y,

@@ -1,4 +1,4 @@
-"""One decode step as a list of kernel launches: for one row, and for up to 32.
+"""One decode step as a list of kernel launches; here for two to 32 rows, in single.py for one.
 
 The lists are built once; running one queues it on the current stream, where a CUDA graph may
 capture it. The order of kernels is the order of the lines below.
@@ -14,13 +14,11 @@ from .buffers import (
     ATTENTION_SHARED,
     BLOCK_TILES,
     GROUP_BYTES,
-    IN_STAGES,
     MAX_ROWS,
     MOE_SHARED,
     MOE_THREADS,
     OUT_PARTS,
     PICK_BLOCKS,
-    SINGLE_THREADS,
     STAGES,
     TILE,
     X_COLUMNS,
@@ -49,7 +47,7 @@ class Launch:
 
 
 class Step:
-    """What the two kinds of step share: embedding, attention core, pick."""
+    """What the two kinds of step share: embedding, arguments of the mixers, pick."""
 
     def __init__(
         self,
@@ -66,6 +64,11 @@ class Step:
         self.b, self.slots, self.rope, self.sms = buffers, slots, rope, multiprocessors
         self.launches: list[Launch] = []
         self._build()
+
+    @property
+    def operators(self) -> set[str]:
+        """Names of what the step runs, as OPERATORS has them."""
+        return {launch.kernel for launch in self.launches}
 
     def run(self, kernels: Kernels) -> None:
         """Queue the step on the current stream."""
@@ -100,9 +103,9 @@ class Step:
         )
         self._add("embed", self.rows, 256, args)
 
-    def _delta(self, mixer: Gdn, index: int) -> None:
-        b, config = self.b, self.config
-        args = fill(
+    def _delta_args(self, mixer: Gdn, index: int):
+        b = self.b
+        return fill(
             c.DeltaArgs,
             qkv=b.y,
             ab=b.ab,
@@ -119,19 +122,12 @@ class Step:
             rows=self.rows,
             ld=b.ld,
             ld_ab=b.ld_ab,
-            eps=config.rms_eps,
+            eps=self.config.rms_eps,
         )
-        if self.rows == 1:
-            self._add("delta_single", config.value_heads * config.value_dim // 32, 256, args)
-            return
-        blocks = min(self.sms, self.rows * config.value_heads)
-        state = config.value_dim * config.key_dim * 4
-        self._add("delta_batched", blocks, 512, args, 3 * state)
 
-    def _attend(self, mixer: Attention, index: int) -> None:
-        b, config = self.b, self.config
-        splits = splits_for(self.rows, self.cache.pages_per_slot)
-        args = fill(
+    def _attention_args(self, mixer: Attention, index: int, splits: int):
+        b = self.b
+        return fill(
             c.AttentionArgs,
             qkv=b.y,
             q_norm=mixer.q_norm,
@@ -147,11 +143,8 @@ class Step:
             ld=b.ld,
             pages_per_slot=self.cache.pages_per_slot,
             splits=splits,
-            batched=self.rows > 1,
-            eps=config.rms_eps,
+            eps=self.config.rms_eps,
         )
-        self._add("attention", (splits, config.kv_heads, self.rows), 256, args, ATTENTION_SHARED)
-        self._add("attention_join", (config.heads, self.rows), config.head_dim, args)
 
     def _pick(self) -> None:
         args = pick_args(self.b, self.slots, self.b.logits, self.cache.scratch, advance=1)
@@ -176,85 +169,6 @@ def pick_args(b: Buffers, slots: SlotState, logits: Tensor, scratch: int, advanc
         advance=advance,
         scratch=scratch,
     )
-
-
-class SingleStep(Step):
-    """One row: norms are recomputed by every block, routing by every warp; six kernels a layer."""
-
-    def _linear(self, kernel: str, main: Matrix, second: Matrix | None, grid_main: int, **fields):
-        args = fill(
-            c.SingleArgs,
-            weight=main.values,
-            alpha=main.alpha,
-            tiles=main.rows // TILE,
-            grid_main=grid_main,
-            eps=self.config.rms_eps,
-            **fields,
-        )
-        if second is not None:
-            args.weight16, args.alpha16 = second.values.data_ptr(), second.alpha.data_ptr()
-        stages = IN_STAGES if kernel == "single_in" else 1
-        shared = max(stages * tile_bytes(main), tile_bytes(second) if second else 0)
-        grid = grid_main + (second.rows // TILE if second else 0)
-        self._add(kernel, grid, SINGLE_THREADS, args, shared)
-
-    def _gdn(self, layer: Layer, index: int) -> None:
-        b, mixer = self.b, layer.mixer
-        x = {"x": b.x, "norm": layer.input_norm}
-        grid = self.sms - mixer.ab.rows // TILE
-        self._linear("single_in", mixer.in_proj, mixer.ab, grid, y=b.y, y16=b.ab, **x)
-        self._delta(mixer, index)
-        z = b.y[0, self.config.conv_width :]
-        gate = {"x": b.o, "z": z, "norm": mixer.norm}
-        self._linear("single_out_gated", mixer.out, None, mixer.out.rows // TILE, y=b.x, **gate)
-
-    def _attention(self, layer: Layer, index: int) -> None:
-        b, mixer = self.b, layer.mixer
-        x = {"x": b.x, "norm": layer.input_norm}
-        self._linear("single_in", mixer.qkv, None, self.sms, y=b.y, **x)
-        self._attend(mixer, index)
-        out = mixer.out
-        self._linear("single_out_raw", out, None, out.rows // TILE, y=b.x, half_x=b.mixed)
-
-    def _moe(self, index: int, layer: Layer) -> None:
-        b, moe, config = self.b, layer.moe, self.config
-        x = {"x": b.x, "norm": layer.post_norm}
-        shared = moe.shared_gate_up
-        grid = shared.rows // TILE
-        self._linear("single_router", shared, moe.router, grid, y16=b.router, h=b.h, **x)
-        common = {"logits": b.router, "h": b.h, "eps": config.rms_eps, **x}
-        up = fill(
-            c.ExpertArgs,
-            weight=moe.gate_up.values,
-            alpha=moe.gate_up.alpha,
-            **common,
-        )
-        shared = 4 * tile_bytes(moe.shared_gate_up)
-        blocks = config.top_k * config.expert_width // 8 // 4
-        self._add("single_gate_up", blocks, SINGLE_THREADS, up, shared)
-        down = fill(
-            c.ExpertArgs,
-            weight=moe.down.values,
-            alpha=moe.down.alpha,
-            shared_weight=moe.shared_down.values,
-            shared_alpha=moe.shared_down.alpha,
-            **common,
-        )
-        self._add("single_down", config.hidden // TILE, 64 * (config.top_k + 1), down)
-
-    def _head(self) -> None:
-        head, b = self.weights.head, self.b
-        args = fill(
-            c.SingleArgs,
-            weight=head.values,
-            alpha=head.alpha,
-            x=b.x,
-            norm=self.weights.final_norm,
-            y=b.logits,
-            tiles=head.rows // TILE,
-            eps=self.config.rms_eps,
-        )
-        self._add("single_head", self.sms, SINGLE_THREADS, args, 16 * 2 * 4 * GROUP_BYTES)
 
 
 class BatchedStep(Step):
@@ -310,13 +224,19 @@ class BatchedStep(Step):
     def _gdn(self, layer: Layer, index: int) -> None:
         b, mixer = self.b, layer.mixer
         self._linear("in", mixer.in_proj, mixer.ab, x=b.xn, y=b.y, ld=b.ld, y16=b.ab)
-        self._delta(mixer, index)
+        config = self.config
+        blocks = min(self.sms, self.rows * config.value_heads)
+        state = config.value_dim * config.key_dim * 4
+        self._add("delta_batched", blocks, 512, self._delta_args(mixer, index), 3 * state)
         self._linear("out", mixer.out, x=b.mixed, y=b.sums, ld=self.config.hidden)
 
     def _attention(self, layer: Layer, index: int) -> None:
         b, mixer = self.b, layer.mixer
         self._linear("qkv", mixer.qkv, x=b.xn, y=b.y, ld=b.ld)
-        self._attend(mixer, index)
+        config, splits = self.config, splits_for(self.rows, self.cache.pages_per_slot)
+        args = self._attention_args(mixer, index, splits)
+        self._add("attention", (splits, config.kv_heads, self.rows), 256, args, ATTENTION_SHARED)
+        self._add("attention_join", (config.heads, self.rows), config.head_dim, args)
         self._linear("out", mixer.out, x=b.mixed, y=b.sums, ld=self.config.hidden)
 
     def _moe(self, index: int, layer: Layer) -> None:

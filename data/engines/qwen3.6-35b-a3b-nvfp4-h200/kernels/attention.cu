@@ -2,51 +2,20 @@
 // A unit is half a page; its keys and values come by bulk copies, a row each, into padded rows.
 // Queries and probabilities are split in two bf16 terms, so only the cache itself is rounded.
 
-#define PAGE 64
 #define UNIT 32
 #define ATTENTION_THREADS 256
-#define GROUP (HEADS / KV_HEADS)
 #define STRIDE (HEAD_DIM + 8)          // bf16 elements of a padded row
 #define UNIT_BYTES (2 * UNIT * STRIDE * 2)
 #define STAGES 2
-
-struct AttentionArgs {
-  const float *qkv;         // [rows, ld]: per head query and gate; keys; values
-  const float *q_norm, *k_norm;
-  const float2 *rope;       // [positions, ROPE_DIM / 2] cosine and sine
-  const int *row_slot;
-  const u64 *position;
-  const int *page_table;    // [slots, pages_per_slot]
-  u16 *pages;               // [n, 2, KV_HEADS, PAGE, HEAD_DIM] bf16
-  float *parts;             // [rows, HEADS, splits, HEAD_DIM] unnormalised sums
-  float2 *stats;            // [rows, HEADS, splits]: maximum, sum of exponentials
-  u16 *out;                 // fp16, see activation_index
-  int ld, pages_per_slot, splits, batched;
-  float eps;
-};
 
 __device__ __forceinline__ int units_per_split(u64 position, int splits) {
   return ((int)(position / UNIT) + splits) / splits;
 }
 
-// Norm and rotate one head with a warp: lane holds dimensions lane + 32 i, so a pair is in one lane.
-__device__ __forceinline__ void norm_rope(const float *x, const float *weight, float2 turn, float eps,
-                                          float *v) {
-  const int lane = threadIdx.x & 31;
-  float sum = 0.f;
+__device__ __forceinline__ void load_head(const float *x, float *v) {
 #pragma unroll
-  for (int i = 0; i < HEAD_DIM / 32; i++) {
-    v[i] = x[lane + 32 * i];
-    sum = fmaf(v[i], v[i], sum);
-  }
-  const float r = rsqrtf(lane_sum(sum) / HEAD_DIM + eps);
-#pragma unroll
-  for (int i = 0; i < HEAD_DIM / 32; i++) v[i] *= r * (1.f + weight[lane + 32 * i]);
-  const float left = v[0], right = v[1];
-  v[0] = left * turn.x - right * turn.y;
-  v[1] = right * turn.x + left * turn.y;
+  for (int i = 0; i < HEAD_DIM / 32; i++) v[i] = x[(threadIdx.x & 31) + 32 * i];
 }
-
 __device__ __forceinline__ void mma_bf16(float *d, const u32 *a, u32 b0, u32 b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},"
                "{%8,%9},{%0,%1,%2,%3};"
@@ -114,7 +83,8 @@ extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS) attention(const 
   const float *x = a.qkv + (size_t)row * a.ld;
   if (warp < GROUP) {
     float v[HEAD_DIM / 32];
-    norm_rope(x + (kv * GROUP + warp) * 2 * HEAD_DIM, a.q_norm, turn, a.eps, v);
+    load_head(x + (kv * GROUP + warp) * 2 * HEAD_DIM, v);
+    norm_rope(a.q_norm, turn, a.eps, v);
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 32; i++)
       split_bf16(v[i] * rsqrtf((float)HEAD_DIM), qs[0][warp][lane + 32 * i], qs[1][warp][lane + 32 * i]);
@@ -130,7 +100,8 @@ extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS) attention(const 
       const float *key = x + 2 * HEADS * HEAD_DIM + kv * HEAD_DIM;
       if (warp == 0) {
         float v[HEAD_DIM / 32];
-        norm_rope(key, a.k_norm, turn, a.eps, v);
+        load_head(key, v);
+        norm_rope(a.k_norm, turn, a.eps, v);
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 32; i++)
           cell[lane + 32 * i] = keys[(valid - 1) * STRIDE + lane + 32 * i] = to_bf16(v[i]);
@@ -226,5 +197,5 @@ extern "C" __global__ void __launch_bounds__(HEAD_DIM) attention_join(const Atte
 #pragma unroll 16
   for (int s = 0; s < used; s++) acc = fmaf(weights[s], parts[s * HEAD_DIM], acc);
   const int k = head * HEAD_DIM + tid;
-  a.out[a.batched ? activation_index(row, k) : k] = to_half(acc * sigmoid(gate));
+  a.out[activation_index(row, k)] = to_half(acc * sigmoid(gate));
 }

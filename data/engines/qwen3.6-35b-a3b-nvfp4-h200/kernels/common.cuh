@@ -185,39 +185,44 @@ __device__ __forceinline__ void scaled_blocks(u32 even, u32 odd, u32 scales, u32
 #define GROUP_CODES 1024
 #define GROUP_BYTES (GROUP_CODES + 128)
 
-// A group times up to eight rows; x: this lane's activations (row g, columns 4t ..) of the group.
-// Four sums are kept apart so that products do not wait for each other.
-__device__ __forceinline__ void dot_group(const uint4 *q, const uint4 &scales, const u16 *x,
+// A group times up to eight rows; x: this lane's activations (row g, columns 4t ..) of its eight
+// blocks. Four sums are kept apart so that products do not wait for each other.
+__device__ __forceinline__ void dot_group(const uint4 *q, const uint4 &scales, const uint2 *x,
                                           float (*acc)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const uint4 &v = q[i / 2];
     u32 f[2][4];
     scaled_blocks(i & 1 ? v.z : v.x, i & 1 ? v.w : v.y, word(scales, i), f);
-    mma(acc[i & 1 ? 2 : 0], f[0], *(const uint2 *)(x + i * 32));
-    mma(acc[i & 1 ? 3 : 1], f[1], *(const uint2 *)(x + i * 32 + 16));
+    mma(acc[i & 1 ? 2 : 0], f[0], x[2 * i]);
+    mma(acc[i & 1 ? 3 : 1], f[1], x[2 * i + 1]);
   }
 }
-__device__ __forceinline__ void dot_group(const u8 *group, const u16 *x, float (*acc)[4]) {
+__device__ __forceinline__ void dot_group(const u8 *group, const uint2 *x, float (*acc)[4]) {
   const int lane = threadIdx.x & 31;
   const uint4 *codes = (const uint4 *)group + lane;
   const uint4 q[2] = {codes[0], codes[32]};
   dot_group(q, ((const uint4 *)(group + GROUP_CODES))[lane >> 2], x, acc);
 }
+// Activations of N blocks of 16 columns; p points at this lane's first.
+template <int N> __device__ __forceinline__ void load_columns(const u16 *p, uint2 *x) {
+#pragma unroll
+  for (int i = 0; i < N; i++) x[i] = *(const uint2 *)(p + i * 16);
+}
 __device__ __forceinline__ float four_sum(float (*acc)[4], int i) {
   return (acc[0][i] + acc[1][i]) + (acc[2][i] + acc[3][i]);
 }
 
-// One warp finds the TOP_K largest router logits, equal ones by lowest id. Lane r < TOP_K ends with
-// the id and the softmax weight of the r-th. Keys are order-preserving integers whose last bits name
-// the register, so logits closer than 2^-20 of their size count as equal within a lane.
-__device__ __forceinline__ void top_experts(const float *logits, int &id, float &weight) {
+// One warp, whose lanes hold the logits lane + 32 i, finds the TOP_K largest, equal ones by lowest id:
+// lane r < TOP_K ends with the id of the r-th and its value. Keys are order-preserving integers whose last bits name the
+// register, so values and comparisons within a lane are good to 2^-20 of a logit's size.
+__device__ __forceinline__ int top_experts(const float *logits, float &value) {  // [EXPERTS / 32]
   constexpr int PER = EXPERTS / 32;
   const int lane = threadIdx.x & 31;
   u32 key[PER];
 #pragma unroll
   for (int i = 0; i < PER; i++) {
-    const u32 bits = __float_as_uint(logits[lane + 32 * i]);
+    const u32 bits = __float_as_uint(logits[i]);
     const u32 ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
     key[i] = (ordered & ~(u32)(PER - 1)) | (PER - 1 - i);
   }
@@ -228,7 +233,7 @@ __device__ __forceinline__ void top_experts(const float *logits, int &id, float 
       const u32 high = max(key[i], key[i + 1]), low = min(key[i], key[i + 1]);
       key[i] = high, key[i + 1] = low;
     }
-  id = 0;
+  int id = 0;
   u32 mine = 0;
 #pragma unroll
   for (int r = 0; r < TOP_K; r++) {
@@ -239,10 +244,15 @@ __device__ __forceinline__ void top_experts(const float *logits, int &id, float 
 #pragma unroll
       for (int i = 0; i + 1 < PER; i++) key[i] = key[i + 1];
   }
-  const float value = lane < TOP_K ? logits[id] : 0.f;
+  mine &= ~(u32)(PER - 1);
+  value = __uint_as_float(mine & 0x80000000u ? mine ^ 0x80000000u : ~mine);
+  return id;
+}
+// Softmax over the values of the first TOP_K lanes.
+__device__ __forceinline__ float expert_weight(float value) {
   const float largest = __shfl_sync(~0u, value, 0);
-  const float e = lane < TOP_K ? __expf(value - largest) : 0.f;
-  weight = e / lane_sum(e);
+  const float e = (threadIdx.x & 31) < TOP_K ? __expf(value - largest) : 0.f;
+  return e / lane_sum(e);
 }
 
 // Activations of the batched products: blocks of X_COLUMNS columns, 32 padded rows each, so that

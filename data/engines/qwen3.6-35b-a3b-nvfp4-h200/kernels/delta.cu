@@ -3,115 +3,6 @@
 // k = 32 i + 4 (lane % 8) + j. State [slots, VALUE_HEADS, VALUE_DIM, KEY_DIM] fp32.
 
 #define DELTA_THREADS 256
-#define KEY_WIDTH (KEY_HEADS * KEY_DIM)
-
-struct DeltaArgs {
-  const float *qkv;        // [rows, ld] projections: q, k, v, z
-  const float *ab;         // [rows, 2 * VALUE_HEADS] (padded to ld_ab)
-  const float *conv;       // [CONV_WIDTH, 4]
-  const float *a_log, *dt_bias, *norm;
-  const int *row_slot;
-  const u64 *position;     // [slots]
-  float *ring;             // [slots, 4, CONV_WIDTH]
-  float *state;
-  float *o;                // decode at one row: [rows, VALUE_WIDTH]
-  u16 *gated;              // batched decode: fp16 after gate and norm, see activation_index
-  int rows, ld, ld_ab;
-  float eps;
-};
-
-__device__ __forceinline__ float softplus(float x) { return x > 20.f ? x : log1pf(__expf(x)); }
-
-// The past part of a channel's convolution; position p reads ring entries p-3 .. p-1.
-struct Tap { float past, weight; };
-__device__ __forceinline__ Tap conv_past(const DeltaArgs &a, const float *ring, u64 p, int channel) {
-  const float4 w = *(const float4 *)(a.conv + channel * 4);
-  const float x3 = p >= 3 ? ring[((p - 3) & 3) * CONV_WIDTH + channel] : 0.f;
-  const float x2 = p >= 2 ? ring[((p - 2) & 3) * CONV_WIDTH + channel] : 0.f;
-  const float x1 = p >= 1 ? ring[((p - 1) & 3) * CONV_WIDTH + channel] : 0.f;
-  return {fmaf(w.x, x3, fmaf(w.y, x2, w.z * x1)), w.w};
-}
-
-// Dot products of a state column with k and q, and its update: u = beta (v - g s.k), s = g s + u k;
-// returns the output g s.q + u (k.q). The eight lanes of a column hold 16 elements each.
-struct Gates { float decay, beta; };
-__device__ __forceinline__ Gates make_gates(float a, float b, float a_log, float dt_bias) {
-  return {__expf(-__expf(a_log) * softplus(a + dt_bias)), sigmoid(b)};
-}
-__device__ __forceinline__ float dot4(const float4 &a, const float4 &b) {
-  return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
-}
-__device__ __forceinline__ float delta_column(float4 *s, const float4 *k, const float4 *q, float kq,
-                                              float v, Gates gate) {
-  float sk = 0.f, sq = 0.f;
-#pragma unroll
-  for (int i = 0; i < 4; i++) sk += dot4(s[i], k[i]), sq += dot4(s[i], q[i]);
-  sk = lane_sum<8>(sk);
-  sq = lane_sum<8>(sq);
-  const float g = gate.decay, u = gate.beta * (v - g * sk);
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    s[i].x = fmaf(u, k[i].x, g * s[i].x);
-    s[i].y = fmaf(u, k[i].y, g * s[i].y);
-    s[i].z = fmaf(u, k[i].z, g * s[i].z);
-    s[i].w = fmaf(u, k[i].w, g * s[i].w);
-  }
-  return fmaf(g, sq, u * kq);
-}
-
-// One row: a block owns 32 columns of a head, so that one sequence spreads over the GPU.
-extern "C" __global__ void __launch_bounds__(DELTA_THREADS) delta_single(const DeltaArgs a) {
-  constexpr int PARTS = VALUE_DIM / 32;
-  __shared__ __align__(16) float qs[KEY_DIM], ks[KEY_DIM];
-  __shared__ float vs[32], sums[8];
-  const int part = blockIdx.x % PARTS, head = blockIdx.x / PARTS;
-  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
-  const int slot = a.row_slot[0], key_head = head / (VALUE_HEADS / KEY_HEADS);
-  const u64 p = a.position[slot];
-  float *ring = a.ring + (size_t)slot * 4 * CONV_WIDTH;
-  const int column = part * 32 + warp * 4 + (lane >> 3), k0 = (lane & 7) * 4;
-  float *state = a.state + (((size_t)slot * VALUE_HEADS + head) * VALUE_DIM + column) * KEY_DIM + k0;
-  float4 s[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++) s[i] = *(const float4 *)(state + 32 * i);
-  const int qk = tid / KEY_DIM * KEY_WIDTH + key_head * KEY_DIM + tid % KEY_DIM;  // q, then k
-  const int vc = 2 * KEY_WIDTH + head * VALUE_DIM + part * 32 + tid;
-  const Tap tap = conv_past(a, ring, p, qk);
-  Tap vtap = {0.f, 0.f};
-  if (tid < 32) vtap = conv_past(a, ring, p, vc);
-  const float a_log = a.a_log[head], dt_bias = a.dt_bias[head];
-  pdl_wait();
-  pdl_trigger();
-  const float now = a.qkv[qk], c = silu(fmaf(tap.weight, now, tap.past));
-  const Gates gate = make_gates(a.ab[head], a.ab[VALUE_HEADS + head], a_log, dt_bias);
-  float *column_now = ring + (p & 3) * CONV_WIDTH;
-  if (tid < 32) {
-    const float v = a.qkv[vc];
-    vs[tid] = silu(fmaf(vtap.weight, v, vtap.past));
-    column_now[vc] = v;
-  }
-  if (part == 0 && head % (VALUE_HEADS / KEY_HEADS) == 0) column_now[qk] = now;
-  const float square = lane_sum(c * c);
-  if (lane == 0) sums[warp] = square;
-  __syncthreads();
-  const int half = tid / KEY_DIM * 4;
-  const float unit = rsqrtf(sums[half] + sums[half + 1] + sums[half + 2] + sums[half + 3] + 1e-6f);
-  if (tid < KEY_DIM) qs[tid] = c * unit * rsqrtf((float)KEY_DIM);
-  else ks[tid - KEY_DIM] = c * unit;
-  __syncthreads();
-  float4 k[4], q[4];
-  float kq = 0.f;
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    k[i] = *(const float4 *)(ks + k0 + 32 * i);
-    q[i] = *(const float4 *)(qs + k0 + 32 * i);
-    kq += dot4(k[i], q[i]);
-  }
-  const float o = delta_column(s, k, q, lane_sum<8>(kq), vs[column % 32], gate);
-#pragma unroll
-  for (int i = 0; i < 4; i++) *(float4 *)(state + 32 * i) = s[i];
-  if ((lane & 7) == 0) a.o[head * VALUE_DIM + column] = o;
-}
 
 // Many rows: a block walks over (row, head) items, states come and go by bulk copies, three items in
 // flight; the finished head is normed and gated at once.
@@ -218,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(BATCH_THREADS) delta_batched(const 
       float4 s[4];
 #pragma unroll
       for (int j = 0; j < 4; j++) s[j] = *(const float4 *)(state + column * KEY_DIM + k0 + 32 * j);
-      const float o = delta_column(s, k, q, kq, vs[column], gate);
+      const float o = delta_column<4, 8>(s, k, q, kq, vs[column], gate);
 #pragma unroll
       for (int j = 0; j < 4; j++) *(float4 *)(state + column * KEY_DIM + k0 + 32 * j) = s[j];
       if ((lane & 7) == 0) os[column] = o;

@@ -24,9 +24,11 @@ extern "C" __global__ void __launch_bounds__(1024) route(const RouteArgs a) {
   if (threadIdx.x < EXPERTS) chosen[threadIdx.x] = 0;
   __syncthreads();
   if (row < a.rows && a.row_slot[row] != a.scratch) {
-    int id;
-    float weight;
-    top_experts(a.logits + row * LOGITS_LD, id, weight);
+    float value, logits[EXPERTS / 32];
+#pragma unroll
+    for (int i = 0; i < EXPERTS / 32; i++) logits[i] = a.logits[row * LOGITS_LD + lane + 32 * i];
+    const int id = top_experts(logits, value);
+    const float weight = expert_weight(value);
     if (lane < TOP_K) {
       a.weights[row * ROWS_PER_TOKEN + lane] = weight;
       atomicOr(&chosen[id], 1u << row);
@@ -208,7 +210,11 @@ __device__ __forceinline__ void expert_items(const MoeArgs &a) {
                                    half * HALF_BYTES) +
                      g * HALF_STRIDE + 4 * t;  // columns of missing rows are never read
 #pragma unroll
-      for (int i = 0; i < STAGE_K / 256; i++) dot_group(tile + i * GROUP_BYTES, x + i * 128, acc);
+      for (int i = 0; i < STAGE_K / 256; i++) {
+        uint2 columns[8];
+        load_columns<8>(x + i * 128, columns);
+        dot_group(tile + i * GROUP_BYTES, columns, acc);
+      }
       if (step == STEPS - 1) {
         float4 sum = {four_sum(acc, 0), four_sum(acc, 1), four_sum(acc, 2), four_sum(acc, 3)};
         if (half) m.halves[turn][own][lane] = sum;
