@@ -77,8 +77,11 @@ def test_the_claims_of_the_record_are_all_there():
 
 
 LOG = """1 stream, prompt 1024, 128 new: ttft ms p20/50/80 22.0 22.5 23.0; tpot ms 4.0 4.1 4.2 ->
-32 streams, prompt 1024, 160 new {}: decode tok/s p20/50/80 5000 5500 6000; output tok/s incl. 2563
+TP1 warm 1 stream, prompt 1024, 128 new, n=1: ttft ms 99.0 99.0 99.0; tpot ms 9.0 9.0 9.0 -> 111
+TP1 32 streams, prompt 1024, 160 new {} n=5: decode tok/s 5000 5500 6000; incl. prefill 2506
 32 streams, prompt 128, 64 new {'temperature': 0.8}: decode tok/s p20/50/80 4000 4000 4000; output
+"""
+STEPS = """
 [   7.9] STEP rows 8: 3600.0 us (p20 3500.0 p80 3700.0) = 2138 tok/s touched/layer 57.2
 [  12.5] TTFT 128: 17.7 ms ['90.0', '17.0', '18.0', '19.0']
 [   8.4] KERNEL rows 1 single_in: 40 x 8.70 us = 348
@@ -87,40 +90,52 @@ LOG = """1 stream, prompt 1024, 128 new: ttft ms p20/50/80 22.0 22.5 23.0; tpot 
 
 @pytest.fixture
 def logged(tmp_path, monkeypatch):
-    """A run whose ledger keeps the second of three logs; the third was thrown away."""
+    """A run whose ledger keeps the logs 2 and 10, and threw away 11."""
     monkeypatch.setattr(engine_logs.paths, "RUNS", tmp_path)
     monkeypatch.setattr(engine_logs.paths, "ROOT", tmp_path)
     folder = tmp_path / "run"
-    folder.mkdir()
-    lines = ["status\traw", "keep\t1.txt", "keep\t2.txt", "discard\t3.txt", "keep\t4.txt"]
+    (folder / "raw").mkdir(parents=True)
+    lines = [
+        "status\traw",
+        "keep\traw/1.txt",
+        "keep\traw/2.txt to raw/10.txt",
+        "discard\traw/11.txt",
+    ]
     (folder / "ledger.tsv").write_text("\n".join(lines))
-    for name, text in {"1.txt": "", "2.txt": LOG, "3.txt": LOG, "4.txt": "no times"}.items():
-        (folder / name).write_text(text)
+    for name, text in {"1": "", "2": STEPS, "10": STEPS, "11": STEPS}.items():
+        (folder / "raw" / f"{name}.txt").write_text(text)
     return folder
 
 
-def test_the_log_of_the_last_kept_try_speaks(logged):
-    assert engine_logs.speaking_log(logged).name == "2.txt"
-    (logged / "2.txt").write_text("nothing")
-    with pytest.raises(InputError, match="no log of a kept try"):
+def test_the_log_of_the_last_kept_try_speaks_or_the_last_with_requests(logged):
+    assert engine_logs.speaking_log(logged).name == "10.txt"
+    for name in ("9-b.txt", "3.txt"):
+        (logged / "raw" / name).write_text(LOG)
+    assert engine_logs.speaking_log(logged).name == "9-b.txt"
+    for path in (logged / "raw").iterdir():
+        path.write_text("nothing")
+    with pytest.raises(InputError, match="no log in raw"):
         engine_logs.read_run("run", "qwen3-8b-bf16-h200")
 
 
-def test_logged_times_are_reported_rows_with_floors(logged):
+def test_logged_requests_are_reported_rows_with_floors(logged):
+    (logged / "raw" / "12.txt").write_text(LOG)
     rows = engine_logs.read_run("run", "qwen3-8b-bf16-h200").set_index(["batch", "metric"])
     assert set(rows["origin"]) == {"reported"} and set(rows["weights"]) == {"seeded"}
-    assert rows.loc[(1, "tpot_ms"), "p50"].item() == 4.1
-    assert rows.loc[(1, "decode_tok_s"), "p80"].item() == pytest.approx(250)
-    assert rows.loc[(32, "tpot_ms"), "p20"].item() == pytest.approx(32e3 / 6000)
-    assert rows.loc[(8, "tpot_ms"), "p50"].item() == 3.6
-    assert rows.loc[(8, "tpot_ms"), "experts_touched"].item() == 57.2
-    firsts = rows.loc[(1, "ttft_ms")]
-    assert firsts.set_index("prompt_len")["p50"].to_dict() == {1024: 22.5, 128: 18.0}
-    assert len(rows) == 8, "a sampled run is no greedy row"
-    assert (rows["floor"] > 0).all()
-    steps = engine_logs.step_times(logged / "2.txt")
+    assert rows.loc[(1, "tpot_ms"), "p50"] == 4.1, "the warm-up is no reading"
+    assert rows.loc[(1, "decode_tok_s"), "p80"] == pytest.approx(250)
+    assert rows.loc[(32, "tpot_ms"), "p20"] == pytest.approx(32e3 / 6000)
+    assert rows.loc[(32, "decode_tok_s"), "n"] == 5
+    assert len(rows) == 5 and (rows["floor"] > 0).all(), "a sampled run is no greedy row"
+
+
+def test_logged_steps_are_reported_rows_too(logged):
+    rows = engine_logs.read_run("run", "qwen3-8b-bf16-h200").set_index("metric")
+    assert rows.loc["tpot_ms", ["p50", "experts_touched"]].tolist() == [3.6, 57.2]
+    assert rows.loc["ttft_ms", ["p50", "prompt_len"]].tolist() == [18, 128]
+    steps = engine_logs.step_times(logged / "raw" / "2.txt")
     assert steps.loc[8].tolist() == [3500, 3600, 3700]
-    assert engine_logs.step_times(logged / "4.txt").empty
+    assert engine_logs.step_times(logged / "raw" / "1.txt").empty
     assert engine_logs.kernel_times("run").to_dict("records") == [
         {"streams": 1, "kernel": "single_in", "launches": 40, "us": 8.7}
     ]

@@ -1,11 +1,12 @@
 """What an engine's own measuring script printed on a GPU, as rows beside which ours can stand.
 
 Such numbers come from inside the engine's process (or from a replayed graph, without a host), and
-no gate judged the tree: they are *reported*, never measured rows. Which log speaks for an engine is
-its ledger's to say: that of the last try that was kept. The lines that are understood:
+no gate judged the tree: they are *reported*, never measured rows. The last log with whole requests
+speaks for an engine, for variants are timed as single steps; without one the log of the last try
+that was kept. The lines that are understood (p20, p50, p80; what is marked warm or idle is not):
 
-    32 streams, prompt 1024, 160 new {}: decode tok/s p20/50/80 5733 5749 5762; ...
-    1 stream, prompt 128, 128 new: ttft ms p20/50/80 5.9 6.0 6.2; tpot ms 3.79 3.80 3.80 -> ...
+    32 streams, prompt 1024, 160 new {} n=5: decode tok/s 5589 5594 5624; ...
+    1 stream, prompt 128, 128 new, n=7: ttft ms 5.79 5.80 5.84; tpot ms 3.829 3.831 3.832 -> ...
     STEP rows 8: 3742.4 us (p20 3735.1 p80 3750.8) = 2138 tok/s touched/layer 57.2
     TTFT 128: 17.7 ms ['58.5', '17.7', '17.6', '17.8']        (the first of the list warms up)
     KERNEL rows 1 single_in: 40 x 8.70 us = 348
@@ -13,6 +14,7 @@ its ledger's to say: that of the last try that was kept. The lines that are unde
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -31,12 +33,16 @@ from metainfer_lab.plan import plan
 from metainfer_lab.spec import Spec
 
 NUMBER = r"([\d.]+)"
-THREE = rf"{NUMBER} {NUMBER} {NUMBER}"
-STREAMS = re.compile(r"(\d+) streams?, prompt (\d+), (\d+) new(?: \{\})?: (.*)")
+THREE = rf"(?:p20/50/80 )?{NUMBER} {NUMBER} {NUMBER}"
+STREAMS = re.compile(
+    r"^(?!.*\b(?:warm|idle)\b).*?(\d+) streams?, prompt (\d+), (\d+) new"
+    r"(?: \{\})?(?:,? n=(\d+))?: (.*)",
+    re.MULTILINE,
+)
 READINGS = {
-    "ttft_ms": re.compile(rf"ttft ms p20/50/80 {THREE}"),
+    "ttft_ms": re.compile(rf"ttft ms {THREE}"),
     "tpot_ms": re.compile(rf"tpot ms {THREE}"),
-    "decode_tok_s": re.compile(rf"decode tok/s p20/50/80 {THREE}"),
+    "decode_tok_s": re.compile(rf"decode tok/s {THREE}"),
 }
 STEP = re.compile(
     rf"STEP rows (\d+): {NUMBER} us \(p20 {NUMBER} p80 {NUMBER}\).*touched/layer {NUMBER}"
@@ -56,6 +62,15 @@ def read_run(run: str, spec: str) -> pd.DataFrame:
     return results.table([base | row | {"raw": raw} | _floor(spec, row) for row in found.values()])
 
 
+def read_all() -> pd.DataFrame:
+    """`read_run` of every run `<spec>-aN` that has a log which speaks."""
+    tables = []
+    for folder in sorted(paths.RUNS.glob("*-a[0-9]*")):
+        with contextlib.suppress(InputError):  # a run whose logs hold no times has no rows
+            tables.append(read_run(folder.name, folder.name.rsplit("-a", 1)[0]))
+    return pd.concat(tables, ignore_index=True)
+
+
 def kernel_times(run: str) -> pd.DataFrame:
     """Columns streams, kernel, launches, us (of one launch, alone), from the log that speaks."""
     found = KERNEL.findall(speaking_log(paths.RUNS / run).read_text())
@@ -71,24 +86,31 @@ def step_times(log: Path) -> pd.DataFrame:
 
 
 def speaking_log(folder: Path) -> Path:
-    """The raw log of the last kept try that holds such lines; InputError when there is none."""
-    ledgers = [folder / name for name in ("ledger.tsv", "attempts.tsv")]
-    for table in filter(Path.is_file, ledgers):
-        tries = results.read_rows(table)
-        for raw in reversed(tries.loc[tries["status"] == "keep", "raw"].tolist()):
-            text = (folder / raw).read_text()
-            if STEP.search(text) or any(pattern.search(text) for pattern in READINGS.values()):
-                return folder / raw
-    raise InputError(f"run {folder.name}: no log of a kept try holds times that are understood")
+    """The raw log that speaks for a run's engine (see above); InputError when there is none."""
+    logs = sorted((folder / "raw").glob("*.txt"), key=lambda path: _numbers(path.stem))
+    requests = [log for log in logs if STREAMS.search(log.read_text())]
+    kept = [log for log in _kept(folder) if STEP.search(log.read_text())]
+    if not requests + kept:
+        raise InputError(f"run {folder.name}: no log in raw/ holds times that are understood")
+    return requests[-1] if requests else kept[-1]
+
+
+def _kept(folder: Path) -> Iterator[Path]:
+    """Raw files of kept tries, in the order of the ledger; a row may name several."""
+    table = folder / "ledger.tsv"
+    rows = results.read_rows(table) if table.is_file() else pd.DataFrame({"status": [], "raw": []})
+    for named in rows.loc[rows["status"] == "keep", "raw"].dropna():
+        yield from filter(Path.is_file, (folder / raw for raw in re.findall(r"[\w./-]+", named)))
+
+
+def _numbers(stem: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", stem)]
 
 
 def _rows(text: str) -> Iterator[dict[str, Any]]:
-    for streams, prompt_len, output_len, said in STREAMS.findall(text):
-        point = {
-            "batch": int(streams),
-            "prompt_len": int(prompt_len),
-            "output_len": int(output_len),
-        }
+    for streams, prompt_len, output_len, runs, said in STREAMS.findall(text):
+        point = {"batch": int(streams), "prompt_len": int(prompt_len)}
+        point |= {"output_len": int(output_len), "n": int(runs) if runs else None}
         for metric, pattern in READINGS.items():
             if match := pattern.search(said):
                 yield from _with_twin(point | {"conditions": _said(HOST)}, metric, match.groups())

@@ -24,6 +24,7 @@ from metainfer_lab.figures.performance import single_stream, throughput
 from metainfer_lab.figures.process import running_best, timeline
 from metainfer_lab.figures.style import style
 from metainfer_lab.plan import plan
+from metainfer_lab.spec import Spec
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -168,27 +169,27 @@ def _newest(engine: str) -> pd.DataFrame:
     return rows[rows["raw"] == of_engine["raw"].iloc[-1]].reset_index(drop=True)
 
 
-def _dense_streams() -> pd.DataFrame:
-    """Qwen3-8B in bf16 on one H200 at prompts of 1,024 tokens: measured, and reported by others
-    and by our engine's own script.
+def _dense_streams(spec: str) -> pd.DataFrame:
+    """Qwen3-8B in bf16 at prompts of 1,024 tokens on a spec's H200s: measured, and reported by
+    others and by our engine's own script.
 
     A reported row has no floor of its own; it gets the nominal one of the same point.
     """
     import pandas as pd
 
-    logged = engine_logs.read_run(f"{_DENSE}-a1", _DENSE)
+    logged = engine_logs.read_run(f"{spec}-a1", spec)
     rows = [results.read(MEASURED), results.read(REPORTED), logged]
     rows = pd.concat([table for table in rows if len(table)], ignore_index=True)
-    case = {"model": "qwen3-8b", "gpu": "H200", "precision": "bf16", "tp": 1, "prompt_len": 1024}
-    for column, value in case.items():
+    case = {"model": "qwen3-8b", "gpu": "H200", "precision": "bf16", "prompt_len": 1024}
+    for column, value in {**case, "tp": Spec.load(spec).parallel.tp}.items():
         rows = rows[rows[column] == value]
     rows = rows[rows["metric"].isin(["tpot_ms", "decode_tok_s"])].reset_index(drop=True)
-    nominal = [_nominal_floor(_DENSE, row) for _, row in rows.iterrows()]
+    nominal = [_nominal_floor(spec, row) for _, row in rows.iterrows()]
     return rows.assign(floor=rows["floor"].fillna(pd.Series(nominal)))
 
 
 def _hybrid_streams() -> pd.DataFrame:
-    """Qwen3.6-35B-A3B on one H200: a decode step at 1 to 32 streams, as our engine's script says."""
+    """Qwen3.6-35B-A3B on one H200: a step at 1 to 32 streams, as our engine's own script says."""
     rows = engine_logs.read_run(_HYBRID, _HYBRID.removesuffix("-a1"))
     return rows[rows["metric"] != "ttft_ms"].reset_index(drop=True)
 
@@ -216,11 +217,15 @@ def _turns() -> pd.DataFrame:
     return turns[["turn", "phase", "passed", "submission"]]
 
 
+def _sources(spec: str) -> tuple[Path, ...]:
+    return MEASURED, REPORTED, engine_logs.speaking_log(paths.RUNS / f"{spec}-a1")
+
+
 def _tries(run: str, workload: str) -> pd.DataFrame:
     return ledger.best_so_far(ledger.read(paths.RUNS / run / "ledger.tsv"), workload)
 
 
-_DENSE = "qwen3-8b-bf16-h200"
+_DENSE, _TWO = "qwen3-8b-bf16-h200", "qwen3-8b-bf16-tp2-h200"
 _BOUNDED = ("qwen3-8b-bf16-h200", "qwen3-8b-bf16-tp2-h200", "qwen3.6-35b-a3b-nvfp4-h200")
 _GENERATION = "smollm2-135m-fp32-cpu-r1"
 _HYBRID = "qwen3.6-35b-a3b-nvfp4-h200-a1"
@@ -243,9 +248,10 @@ PUBLISHED: dict[str, Published] = {
         ),
     ),
     "throughput_qwen3_8b_h200": Published(
-        throughput,
-        _dense_streams,
-        lambda: (MEASURED, REPORTED, engine_logs.speaking_log(paths.RUNS / f"{_DENSE}-a1")),
+        throughput, lambda: _dense_streams(_DENSE), lambda: _sources(_DENSE)
+    ),
+    "throughput_qwen3_8b_tp2_h200": Published(
+        throughput, lambda: _dense_streams(_TWO), lambda: _sources(_TWO)
     ),
     "throughput_qwen3_6_h200": Published(
         throughput,
