@@ -151,6 +151,7 @@ def audit(
     ] = None,
     names: Annotated[str | None, typer.Option(help="comma-separated mutants and fakes")] = None,
     gates: Annotated[str | None, typer.Option(help="comma-separated; all where left out")] = None,
+    fresh: Annotated[bool, typer.Option(help="take nothing over from an interrupted one")] = False,
     record: Annotated[bool, typer.Option(help="publish it as the last whole audit")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -159,7 +160,8 @@ def audit(
         family,
         names=names.split(",") if names else None,
         gates=gates.split(",") if gates else None,
-        on_kill=None if as_json else (lambda killed: print(killed, flush=True)),
+        on_kill=None if as_json else (lambda judged: print(judged, flush=True)),
+        fresh=fresh,
     )
     say(matrix, as_json)
     if record:

@@ -19,24 +19,24 @@ from metainfer_lab.gates import audit as room
 from metainfer_lab.gates.audit import Audit, audit
 from metainfer_lab.gates.mutants import Mutant, catalogue, families
 from metainfer_lab.gates.witness import Witness
-from metainfer_lab.gates.worker import Killed, Worker
-from metainfer_lab.paths import ENGINES
+from metainfer_lab.gates.worker import Judged, Worker
+from metainfer_lab.paths import ENGINES, tree_hash
 from metainfer_lab.show import audit_html
 
-WRONG = {one.key: one for kind in ("mutants", "fakes") for one in catalogue(kind)}
+WRONG = {one.name: one for kind in ("mutants", "fakes") for one in catalogue(kind)}
 # Wrong engine -> the gate that must kill it, and what its words must say.
 SAMPLE = {
-    "qwen3-reference/rope-interleaved": ("logits", "layer 0 attention"),
-    "qwen3-reference/cancel-keeps-cache": ("batching", "cache_bytes_used"),
-    "qwen3-reference/nan-temperature-accepted": ("limits", "temperature|logit_bias"),
-    "qwen3-reference/top-k-one-more": ("sampling", "top_k|probability is 0"),
-    "qwen3-reference/goes-on-after-stop": ("decode", "stop"),
-    "qwen3-reference/loader-fills-missing": ("weights", "loaded without an error"),
-    "qwen3-reference/leaves-early": ("logits", "process ended"),
-    "qwen3-reference/hidden-import": ("logits", "transformers"),
-    "qwen3-reference/never-the-same-twice": ("batching", "the same calls twice"),
-    "qwen3-reference/helper-process": ("alone", "still run"),
-    "qwen3.6-reference/beta-dropped": ("logits", "layer 0"),
+    "rope-interleaved": ("logits", "layer 0 attention"),
+    "cancel-keeps-cache": ("batching", "cache_bytes_used"),
+    "nan-temperature-accepted": ("limits", "temperature|logit_bias"),
+    "top-k-one-more": ("sampling", "top_k|probability is 0"),
+    "goes-on-after-stop": ("decode", "stop"),
+    "loader-fills-missing": ("weights", "loaded without an error"),
+    "leaves-early": ("logits", "process ended"),
+    "hidden-import": ("logits", "transformers"),
+    "never-the-same-twice": ("batching", "the same calls twice"),
+    "helper-process": ("alone", "still run"),
+    "beta-dropped": ("logits", "layer 0"),
 }
 
 
@@ -96,36 +96,50 @@ def test_bad_catalogue_entries_are_named(tmp_path):
             call()
 
 
-def judged(
-    monkeypatch, reasons=lambda one, gate: f"{gate} died", passes=lambda one: True, **chosen
-):
-    """An audit whose workers are replaced: `reasons` by engine and gate, None where it passes."""
-
-    def work(tasks, gates):
-        for one in tasks:
-            if not isinstance(one, Mutant):
-                yield one, passes(one)
-                continue
-            by = {gate: reasons(one, gate) for gate in gates if reasons(one, gate)}
-            facts = one.model_dump(include={"name", "engine", "description"})
-            witness = None if one.is_fake else Witness(observable="logits", departure=1e4)
-            yield one, Killed(**facts, by=by, witness=witness, seconds=0.1)
-
-    monkeypatch.setattr(room, "_work", work)
-    return audit(**chosen)
-
-
 def by_turns(one, gate):
     """Each gate kills some engines alone."""
     gates = [name for name in GATES if name != "speed"]
-    turn = [*WRONG].index(one.key)
+    turn = [*WRONG].index(one.name)
     return gate if gates[turn % len(gates)] == gate else None
 
 
-def test_the_matrix_adds_up(monkeypatch, tmp_path):
+@pytest.fixture
+def judged(monkeypatch, tmp_path):
+    """An audit whose workers are replaced: `reasons` by engine and gate, None where it passes."""
+    monkeypatch.setattr(room, "LOCAL", tmp_path)
+
+    def run(reasons=by_turns, passes=lambda one: True, stop_after=None, fresh=True, **chosen):
+        def work(tasks, gates):
+            for one in tasks[:stop_after]:
+                found = row(one, gates, reasons, passes)
+                tree = "" if fresh else tree_hash(one.apply(tmp_path / secrets.token_hex(4)))
+                yield found.model_copy(update={"tree": tree})
+            if stop_after is not None:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(room, "_work", work)
+        return audit(fresh=fresh, **chosen)
+
+    def row(one, gates, reasons, passes):
+        right = not isinstance(one, Mutant)
+        if right:
+            by = {} if passes(one) else {"logits": "it departs"}
+        else:
+            by = {gate: reasons(one, gate) for gate in gates if reasons(one, gate)}
+        facts = {name: getattr(one, name) for name in ("name", "engine", "spec", "description")}
+        facts |= {"tree": "", "seconds": 0.1}
+        witness = None if one.is_fake else Witness(observable="logits", departure=1e4)
+        asked = {gate: GATES[gate].version for gate in gates}
+        return Judged(**facts, by=by, asked=asked, witness=witness, right=right)
+
+    return run
+
+
+def test_the_matrix_adds_up(judged, monkeypatch, tmp_path):
     seen = []
-    whole = judged(monkeypatch, by_turns, on_kill=seen.append)
-    assert whole.passed and whole.whole and len(seen) == len(WRONG)
+    whole = judged(on_kill=seen.append)
+    assert whole.passed and whole.whole
+    assert len(seen) == len(WRONG) + len(whole.right_engines)
     assert sum(whole.gates.values()) == len(WRONG) == sum(map(len, whole.only.values()))
     assert whole.right_engines and not whole.earlier
     assert Audit.model_validate_json(whole.model_dump_json()) == whole
@@ -138,11 +152,23 @@ def test_the_matrix_adds_up(monkeypatch, tmp_path):
     assert older.earlier == ["alone"] and "earlier version of alone" in str(older)
 
 
-def test_the_matrix_is_seen(monkeypatch):
+def test_an_interrupted_audit_goes_on(judged, monkeypatch):
+    """What was found is kept while engine, spec and versions are the same; flaws are not kept."""
+    with pytest.raises(KeyboardInterrupt):
+        judged(stop_after=20, fresh=False)
+    seen = []
+    whole = judged(fresh=False, on_kill=seen.append)
+    every = len(WRONG) + len(whole.right_engines)
+    assert whole.passed and len(seen) == every - 20
+    newer = GATES["drift"]._replace(version=GATES["drift"].version + 1)
+    monkeypatch.setitem(GATES, "drift", newer)
+    judged(fresh=False, on_kill=seen.append)
+    assert len(seen) == 2 * every - 20, "a gate has changed"
+
+
+def test_the_matrix_is_seen(judged):
     """The picture has a cell for each engine and gate; the noun shows itself."""
-    whole = judged(
-        monkeypatch, lambda one, gate: by_turns(one, gate) or (gate == "logits" and gate)
-    )
+    whole = judged(lambda one, gate: by_turns(one, gate) or (gate == "logits" and gate))
     table = whole.table()
     axes = lab.figures.kill_matrix(table).axes[0]
     drawn = axes.collections[0].get_array()
@@ -156,32 +182,31 @@ def test_the_matrix_is_seen(monkeypatch):
 
 
 def test_a_diff_says_what_is_wrong():
-    patch = WRONG["qwen3-reference/mask-off-by-one"]
+    patch = WRONG["mask-off-by-one"]
     lines = patch.diff().splitlines()
     assert lines[0].startswith("--- operators.py")
     assert any(line.startswith("+") and patch.new in line for line in lines)
     assert len([line for line in lines if line[0] in "+-"]) == 4
 
 
-def test_what_fails_an_audit(monkeypatch):
+def test_what_fails_an_audit(judged):
     victim = secrets.choice([*WRONG])
-    alive = judged(monkeypatch, lambda one, gate: one.key != victim and by_turns(one, gate))
-    assert not alive.passed and alive.survivors == [WRONG[victim].name]
-    assert f"LIVES: {WRONG[victim].name}" in str(alive)
-    broken = judged(monkeypatch, by_turns, lambda one: one.engine != "qwen3-reference")
+    alive = judged(lambda one, gate: None if one.name == victim else by_turns(one, gate))
+    assert not alive.passed and alive.survivors == [victim]
+    assert f"LIVES: {victim}" in str(alive)
+    broken = judged(passes=lambda one: one.engine != "qwen3-reference")
     assert not broken.passed and not all(broken.right_engines.values())
-    idle = judged(monkeypatch, lambda one, gate: gate != "drift" and "dead")
+    idle = judged(lambda one, gate: None if gate == "drift" else "dead")
     assert not idle.passed and idle.gates["drift"] == 0
-    together = judged(monkeypatch, lambda one, gate: "dead")
-    assert not together.passed, "no gate kills anything alone"
-    part = judged(monkeypatch, lambda one, gate: "dead", names=["zeros"], gates=["logits"])
+    assert not judged(lambda one, gate: "dead").passed, "no gate kills anything alone"
+    part = judged(lambda one, gate: "dead", names=["zeros"], gates=["logits"])
     assert part.passed and not part.whole
     with pytest.raises(InputError, match="whole"):
         part.record()
 
 
 def test_a_fake_that_dies_of_something_else_does_not_count(worker, monkeypatch):
-    fake = WRONG["qwen3-reference/stored-in-a-file"]
+    fake = WRONG["stored-in-a-file"]
     wrong = fake.model_copy(update={"dies": {"alone": "of boredom"}})
     row = worker.judge(wrong, ["alone"])
     assert row.by and "of boredom" in row.flaw
@@ -189,12 +214,10 @@ def test_a_fake_that_dies_of_something_else_does_not_count(worker, monkeypatch):
     assert missed.flaw == "logits should have killed it"
 
 
-def test_the_verb(monkeypatch):
-    found = {}
-    monkeypatch.setattr(lab, "audit", lambda family, **more: found["audit"])
-    for passed, code in ((True, 0), (False, 1)):
-        whole = judged(monkeypatch, by_turns if passed else (lambda one, gate: None))
-        found["audit"] = whole
+def test_the_verb(judged, monkeypatch):
+    for reasons, code in ((by_turns, 0), (lambda one, gate: None, 1)):
+        whole = judged(reasons)
+        monkeypatch.setattr(lab, "audit", lambda family, whole=whole, **more: whole)
         done = CliRunner().invoke(cli.app, ["audit", "--json"])
         assert done.exit_code == code
         assert Audit.model_validate_json(done.stdout) == whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -13,8 +14,8 @@ from metainfer_lab.errors import InputError
 from metainfer_lab.gates import GATES
 from metainfer_lab.gates.mutants import Mutant, catalogue
 from metainfer_lab.gates.verdict import Record
-from metainfer_lab.gates.worker import Killed, RightEngine, Worker, right_engines
-from metainfer_lab.paths import ENGINES, RESULTS, tree_hash, write_atomic
+from metainfer_lab.gates.worker import Judged, Subject, Worker, right_engines
+from metainfer_lab.paths import ENGINES, LOCAL, RESULTS, tree_hash, write_atomic
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,11 +27,11 @@ WORKERS = 2
 
 class Audit(Record):
     """The kill matrix. gates: kills by gate; only: mutants and fakes that one gate alone kills, by
-    gate; flaws: deaths that prove nothing, and why; versions, trees: what was judged, and on what;
-    whole: nothing was left out."""
+    gate; flaws: deaths that prove nothing, and right engines that fail, with the reason; versions,
+    trees: what was judged, and on what; whole: nothing was left out."""
 
-    mutants: list[Killed]
-    fakes: list[Killed]
+    mutants: list[Judged]
+    fakes: list[Judged]
     survivors: list[str]
     flaws: dict[str, str]
     right_engines: dict[str, bool]
@@ -101,30 +102,34 @@ def audit(
     *,
     names: Sequence[str] | None = None,
     gates: Sequence[str] | None = None,
-    on_kill: Callable[[Killed], None] | None = None,
+    on_kill: Callable[[Judged], None] | None = None,
+    fresh: bool = False,
 ) -> Audit:
     """Every gate on every wrong engine and on the right ones, two engines at a time.
 
     family: mutants and fakes of one family (a file name of data/mutants) instead of all; names: of
-    mutants and fakes, without right engines. Parts of the matrix fail for survivors and flaws
+    mutants and fakes, without right engines; fresh: nothing that an interrupted audit found is
+    taken over. Parts of the matrix fail for survivors and flaws
     alone; the whole also if a gate kills nothing, or nothing that others do not kill.
     """
     started = time.monotonic()
     asked = _asked(gates)
     mutants, fakes = _chosen(catalogue("mutants", family), catalogue("fakes", family), names)
     right = right_engines(family) if names is None else []
-    rows, passes = _judged([*mutants, *fakes], right, asked, on_kill)
-    every = [*rows.values()]
+    rows = _judged([*right, *mutants, *fakes], asked, on_kill, fresh)
+    every = [rows[one.name] for one in (*mutants, *fakes)]
+    passes = {one.name: not rows[one.name].by for one in right}
     only = {gate: [row.name for row in every if [*row.by] == [gate]] for gate in asked}
     kills = {gate: sum(gate in row.by for row in every) for gate in asked}
     survivors = [row.name for row in every if not row.by]
     flaws = {row.name: row.flaw for row in every if row.by and row.flaw}
+    flaws |= {one.name: rows[one.name].words for one in right if rows[one.name].by}
     whole = family is None and names is None and len(asked) == len(GATES) - len(UNAUDITED)
-    sound = not survivors and not flaws and all(passes.values())
+    sound = not survivors and not flaws
     engines = {mutant.engine for mutant in (*mutants, *fakes)} | {one.engine for one in right}
     return Audit(
-        mutants=[rows[mutant.key] for mutant in mutants],
-        fakes=[rows[fake.key] for fake in fakes],
+        mutants=[rows[mutant.name] for mutant in mutants],
+        fakes=[rows[fake.name] for fake in fakes],
         survivors=survivors,
         flaws=flaws,
         right_engines=passes,
@@ -162,40 +167,50 @@ def _chosen(
 
 
 def _judged(
-    wrong: Sequence[Mutant],
-    right: Sequence[RightEngine],
+    tasks: Sequence[Subject],
     gates: Sequence[str],
-    on_kill: Callable[[Killed], None] | None,
-) -> tuple[dict[str, Killed], dict[str, bool]]:
-    """Rows by key, and whether each right engine passed."""
-    rows: dict[str, Killed] = {}
-    passes: dict[str, bool] = {}
-    for one, found in _work([*right, *wrong], gates):
-        if isinstance(found, bool):
-            passes[one.key] = found
-            continue
-        rows[one.key] = found
+    on_kill: Callable[[Judged], None] | None,
+    fresh: bool,
+) -> dict[str, Judged]:
+    """Rows by name: kept ones of the same engine and gates, then new ones as they become known."""
+    every = [*gates] == _asked(None)
+    rows = {} if fresh or not every else {one.name: row for one in tasks if (row := _kept(one))}
+    for row in _work([one for one in tasks if one.name not in rows], gates):
+        rows[row.name] = row
+        if every and row.flaw is None:
+            write_atomic(_place(row.name), row.model_dump_json(indent=1))
         if on_kill is not None:
-            on_kill(found)
-    return rows, passes
+            on_kill(row)
+    return rows
 
 
-def _work(
-    tasks: Sequence[Mutant | RightEngine], gates: Sequence[str]
-) -> Iterator[tuple[Mutant | RightEngine, Killed | bool]]:
-    """What became of each task, as it becomes known. Leaving the loop ends the workers."""
+def _kept(one: Subject) -> Judged | None:
+    """An interrupted audit goes on from here: what was found of this tree by these versions."""
+    if not (path := _place(one.name)).is_file():
+        return None
+    row = Judged.model_validate_json(path.read_text())
+    with tempfile.TemporaryDirectory() as work:
+        tree = tree_hash(one.apply(Path(work) / one.name))
+    now = {gate: GATES[gate].version for gate in _asked(None)}
+    return row if (row.tree, row.spec, row.asked) == (tree, one.spec, now) else None
+
+
+def _place(name: str) -> Path:
+    return LOCAL / "audit" / f"{name}.json"
+
+
+def _work(tasks: Sequence[Subject], gates: Sequence[str]) -> Iterator[Judged]:
+    """What became of each engine, as it becomes known. Leaving the loop ends the workers."""
+    if not tasks:
+        return
     context = multiprocessing.get_context("spawn")
     asked = [(one, [*gates]) for one in tasks]
     with context.Pool(min(WORKERS, len(tasks)), Worker.begin) as pool:
         yield from pool.imap_unordered(_do, asked)
 
 
-def _do(task: tuple[Mutant | RightEngine, list[str]]) -> tuple[Mutant | RightEngine, Killed | bool]:
-    one, gates = task
-    worker = Worker.current()
-    if isinstance(one, RightEngine):
-        return one, worker.verify(one.folder, one.spec, gates).passed
-    return one, worker.judge(one, gates)
+def _do(task: tuple[Subject, list[str]]) -> Judged:
+    return Worker.current().judge(*task)
 
 
 def _tree(engine: str) -> str:

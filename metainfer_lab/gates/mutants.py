@@ -47,11 +47,6 @@ class Mutant(BaseModel):
         """A pretender, not a fault: whole files of its own."""
         return bool(self.files)
 
-    @property
-    def key(self) -> str:
-        """Its name among those of all engines."""
-        return f"{self.engine}/{self.name}"
-
     def apply(self, folder: Path) -> Path:
         """Write the wrong engine to `folder`; InputError when the patch does not fit once."""
         source = ENGINES / self.engine

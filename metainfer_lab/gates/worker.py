@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from metainfer_lab.engine import EngineManifest
-from metainfer_lab.gates import Verdict, verify
+from metainfer_lab.gates import GATES, verify
 from metainfer_lab.gates.mutants import Mutant, catalogue, families
 from metainfer_lab.gates.verdict import Record
 from metainfer_lab.gates.witness import Witness, World
@@ -24,21 +24,27 @@ from metainfer_lab.paths import ENGINES
 from metainfer_lab.spec import Spec
 
 PR_SET_PDEATHSIG = 1
+TOUCHED = "files: gate files"  # how verify says that somebody edits them while it runs
 
 
 class RightEngine(NamedTuple):
-    """An engine of data/engines under one of its specs."""
+    """An engine of data/engines under one of its specs: judged like a wrong one, it must pass."""
 
     engine: str
     spec: str
+    is_fake: bool = False
+    description: str = "right"
 
     @property
-    def key(self) -> str:
-        return self.engine if self.engine == self.spec else f"{self.engine} as {self.spec}"
+    def name(self) -> str:
+        return f"{self.engine} as {self.spec}"
 
-    @property
-    def folder(self) -> Path:
+    def apply(self, folder: Path) -> Path:
+        """The engine itself, where it is."""
         return ENGINES / self.engine
+
+
+Subject = Mutant | RightEngine
 
 
 def right_engines(family: str | None) -> list[RightEngine]:
@@ -50,16 +56,20 @@ def right_engines(family: str | None) -> list[RightEngine]:
     return [RightEngine(engine, spec) for engine in chosen for spec in sorted(specs[engine])]
 
 
-class Killed(Record):
-    """What became of one wrong engine: the reason of each gate that failed it; why its death does
-    not count, where it does not."""
+class Judged(Record):
+    """What became of one engine: the reason of each gate that failed it; why its death does not
+    count, where it does not. asked: versions by gate; tree: the engine as it was judged."""
 
     name: str
     engine: str
+    spec: str
     description: str
+    tree: str
+    asked: dict[str, int]
     by: dict[str, str]
     witness: Witness | None = None
     flaw: str | None = None
+    right: bool = False
     seconds: float
 
     @property
@@ -68,9 +78,11 @@ class Killed(Record):
         return next((f"{gate}: {reason}" for gate, reason in self.by.items()), "")
 
     def __str__(self) -> str:
+        gates = ", ".join(self.by)
+        if self.right:
+            return f"{self.name}: " + (f"FAILS {gates}" if self.by else "passes")
         if not self.by:
             return f"{self.name}: LIVES"
-        gates = ", ".join(self.by)
         return f"{self.name}: killed by {gates}" + (f"; BUT {self.flaw}" if self.flaw else "")
 
 
@@ -105,25 +117,26 @@ class Worker:
     def current(cls) -> Worker:
         return cls._current
 
-    def verify(self, folder: Path, spec: str, gates: Sequence[str]) -> Verdict:
-        """The verdict on one engine."""
-        return verify(folder, spec=Spec.load(spec), gates=gates, oracle=self.oracle)
-
-    def judge(self, mutant: Mutant, gates: Sequence[str]) -> Killed:
-        """The gates asked about a wrong engine, and its witness."""
+    def judge(self, one: Subject, gates: Sequence[str]) -> Judged:
+        """The gates asked about an engine, and the witness of a mutant."""
         started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="metainfer-mutant-") as work:
-            folder = mutant.apply(Path(work).resolve() / mutant.name)
-            verdict = self.verify(folder, mutant.spec, gates)
-            witness = None if mutant.is_fake else self.world(mutant.engine).witness(folder)
+            folder = one.apply(Path(work).resolve() / one.name)
+            verdict = verify(folder, spec=Spec.load(one.spec), gates=gates, oracle=self.oracle)
+            is_mutant = isinstance(one, Mutant) and not one.is_fake
+            witness = self.world(one.engine).witness(folder) if is_mutant else None
         by = {gate.gate: gate.reason for gate in verdict.gates if gate.status == "fail"}
-        return Killed(
-            name=mutant.name,
-            engine=mutant.engine,
-            description=mutant.description,
+        return Judged(
+            name=one.name,
+            engine=one.engine,
+            spec=one.spec,
+            description=one.description,
+            tree=verdict.tree,
+            asked={gate: GATES[gate].version for gate in gates},
             by=by,
             witness=witness,
-            flaw=_flaw(mutant, by, witness),
+            flaw=_flaw(one, by, witness),
+            right=isinstance(one, RightEngine),
             seconds=round(time.monotonic() - started, 1),
         )
 
@@ -134,12 +147,16 @@ class Worker:
         return self.worlds[engine]
 
 
-def _flaw(mutant: Mutant, by: dict[str, str], witness: Witness | None) -> str | None:
+def _flaw(one: Subject, by: dict[str, str], witness: Witness | None) -> str | None:
     """Why this death proves nothing: no witness, or not for the reason meant."""
-    if not mutant.is_fake:
+    if isinstance(one, RightEngine):
+        return None
+    if touched := [gate for gate, reason in by.items() if reason.startswith(TOUCHED)]:
+        return f"{touched[0]} says {by[touched[0]]}"
+    if not one.is_fake:
         return None if witness else "in float64 it does what the right engine does"
-    for gate, words in mutant.dies.items():
+    for gate, words in one.dies.items():
         if gate in by and not re.search(words, by[gate]):
             return f"{gate} says {by[gate][:120]!r}, meant was {words!r}"
-    meant = mutant.dies.keys() & by.keys()
-    return None if meant else f"{', '.join(mutant.dies)} should have killed it"
+    meant = one.dies.keys() & by.keys()
+    return None if meant else f"{', '.join(one.dies)} should have killed it"
