@@ -79,7 +79,10 @@ def generate(
     _check_folders(provider, folder, reviewer)
     who = reviewed_by(provider, reviewer)
     about = {"model": model, "effort": effort, "reviewer": who}
-    home = _home(spec, provider, run_id, fresh, budget_usd, **about)
+    about["server"] = connection.get("base_url")
+    if provider == "anthropic":
+        _check_paid(connection, budget_usd)
+    home = _home(spec, provider, run_id, fresh, **about)
     if (then := Run(home).info.reviewer) != who:
         raise InputError(f"reviewer: run {home.name} has the reviewer {then!r}; keep it")
     with runs.locked(home):
@@ -108,21 +111,20 @@ def reviewed_by(provider: Provider, reviewer: str | Path | None) -> str:
     if provider == "anthropic":
         if given != "api":
             raise InputError(f"reviewer: {given!r}; with provider anthropic it is api or none")
-        return "the same model through the API, in a context of its own"
+        return "the author's model, in a context of its own"
     return "coding agent through a folder of its own, model not stated"
 
 
-def _home(
-    spec: Spec, provider: Provider, run_id: str | None, fresh: bool, usd: float | None, **about: Any
-) -> Path:
+def _check_paid(connection: dict[str, Any], usd: float | None) -> None:
+    """Before anything is written: a key and a limit of what may be spent."""
+    if not (os.environ.get("ANTHROPIC_API_KEY") or connection.get("api_key")):
+        raise InputError("ANTHROPIC_API_KEY: not set; provider anthropic needs it, others do not")
+    if usd is None:
+        raise InputError("budget_usd: provider anthropic needs one; say how much may be spent")
+
+
+def _home(spec: Spec, provider: Provider, run_id: str | None, fresh: bool, **about: Any) -> Path:
     """The folder of the run to go on with, or of a new one."""
-    if provider == "anthropic":
-        if not os.environ.get("ANTHROPIC_API_KEY"):
-            raise InputError(
-                "ANTHROPIC_API_KEY: not set; provider anthropic needs it, others do not"
-            )
-        if usd is None:
-            raise InputError("budget_usd: provider anthropic needs one; say how much may be spent")
     open_runs = [r for r in runs.runs(spec.id) if _goes_on(r, provider, run_id)]
     if open_runs and not fresh:
         return open_runs[-1].folder
@@ -138,8 +140,12 @@ def new_run(
     effort: str | None = None,
     reviewer: str = NO_REVIEWER,
     kind: runs.Kind = "generation",
+    server: str | None = None,
 ) -> Path:
-    """The folder of a new run, with its run.json and spec.yaml."""
+    """The folder of a new run, with its run.json and spec.yaml.
+
+    server: address of what answers in place of the API; which model that is, nobody knows.
+    """
     home = runs.LOCAL_RUNS / name
     if (home / "run.json").exists():
         raise InputError(f"run {name}: exists and has ended; leave run_id out for a new one")
@@ -151,7 +157,7 @@ def new_run(
         spec=spec.id,
         kind=kind,
         provider=provider,
-        author=f"{model} through the API" if paid else runs.AUTHORS[provider],
+        author=_author(provider, model, server),
         reviewer=reviewer,
         model=model if paid else None,
         effort=effort if paid else None,
@@ -160,6 +166,12 @@ def new_run(
     )
     runs.save(home, info)
     return home
+
+
+def _author(provider: str, model: str, server: str | None) -> str:
+    if provider != "anthropic":
+        return runs.AUTHORS[provider]
+    return f"the server at {server}, asked for {model}" if server else f"{model} through the API"
 
 
 def _goes_on(run: Run, provider: str, run_id: str | None) -> bool:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from metainfer_lab.agent.providers import stream_events
+from metainfer_lab.agent.tools import EDITOR
 
 USAGE = {"input_tokens": 1000, "output_tokens": 200}
 
@@ -57,6 +58,17 @@ class StandIn:
     def asked(self) -> list[dict[str, Any]]:
         """Bodies of the calls for a message, in order."""
         return [body for path, _, body in self.requests if path == "/v1/messages"]
+
+
+def writes(files: Mapping[str, str], then: str, **given: Any) -> dict[str, Any]:
+    """A reply that creates files (name -> text) and then calls one tool."""
+    edits = [{"command": "create", "path": name, "file_text": text} for name, text in files.items()]
+    calls = [*((EDITOR, edit) for edit in edits), (then, given)]
+    content = [
+        {"type": "tool_use", "id": f"toolu_{i:04d}", "name": name, "input": given}
+        for i, (name, given) in enumerate(calls)
+    ]
+    return {"content": content, "stop_reason": "tool_use"}
 
 
 @contextmanager
