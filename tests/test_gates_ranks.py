@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from metainfer_lab.engine import EngineDied, EngineError, EngineProcess
+from metainfer_lab.engine import Engine, EngineDied, EngineError, EngineProcess
 from metainfer_lab.gates import verify
 from metainfer_lab.gates.mutants import catalogue
 from metainfer_lab.paths import ENGINES
@@ -85,6 +85,16 @@ def test_the_plain_engine_is_right_on_several_ranks():
     verdict = verify(ENGINES / "qwen3-reference", spec=SPEC, gates=["parallel"])
     assert verdict.passed and verdict.gates[0].status == "pass", str(verdict)
     assert verdict.gates[0].cases > 15
+
+
+def test_a_spec_with_ranks_opens_as_many():
+    prompt, several = [3, 1, 4], SPEC.change(parallel__tp=2)
+    texts = []
+    for spec in (SPEC, several):
+        with Engine.open(ENGINES / "qwen3-reference", spec) as engine:
+            texts.append(engine.generate(prompt, max_new_tokens=8, ignore_eos=True))
+            world = engine.process.world
+    assert texts[0] == texts[1] and len(texts[0]) == 8 and world == 2
 
 
 def test_waiting_for_a_lost_rank_is_a_failure(tmp_path):

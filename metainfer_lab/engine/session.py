@@ -79,7 +79,7 @@ class Engine:
 
     @property
     def process(self) -> EngineProcess:
-        """The running host; started on first use."""
+        """The running host, of as many ranks as the spec says; started on first use."""
         if self._process is None:
             process = EngineProcess(
                 self.folder,
@@ -89,6 +89,7 @@ class Engine:
                 max_context=self.spec.workload.max_context,
                 sandbox=self.sandbox,
                 timeout_s=DEFAULT_TIMEOUT_S,
+                world=self.spec.parallel.tp,
             )
             self._process = process.__enter__()
         return self._process

@@ -40,6 +40,7 @@ def speed(trial: Trial) -> None:
         raise NotJudged(f"other processes kept the machine busy for {PATIENCE_S} s")
     with Engine(trial.folder, trial.spec, trial.sandbox) as engine:
         trial.level = engine.process.level
+        trial.sockets |= engine.process.sockets
         measured = measure(engine, live=Silent())
     trial.findings.note = summary(measured)
     if busy := _busy(measured):
