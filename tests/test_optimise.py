@@ -69,6 +69,7 @@ def test_a_run_from_the_baseline_to_its_own_end(engine, tmp_path):
     assert all((run.folder / row["raw"]).is_file() for row in run.rows)
     text = (run.folder / "transcript.jsonl").read_text()
     assert "add the word zero" in text and run.transcript.broken_link() is None
+    assert run.settings.rule.decide(run.gains("1"), fewer_lines=False) == "faster"
     assert run.info.tree == run.transcript.lines[-1].tree
     manifest = json.loads(run.transcript.lines[1].calls[0]["input"]["file_text"])
     assert manifest["run"] == f"{SPEC}-o1" and run.settings.start_run == f"{SPEC}-r1"

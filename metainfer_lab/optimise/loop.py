@@ -20,14 +20,15 @@ from metainfer_lab.agent.editor import ToolError
 from metainfer_lab.agent.loop import CACHED, Loop, Stopped, rebuild
 from metainfer_lab.agent.phases import Phase
 from metainfer_lab.agent.tools import EDITOR, Result
-from metainfer_lab.agent.transcript import Block, Judgement, Line
+from metainfer_lab.agent.transcript import Block as Content
+from metainfer_lab.agent.transcript import Judgement, Line
 from metainfer_lab.agent.turns import diff
 from metainfer_lab.bench import ledger, results
 from metainfer_lab.engine.manifest import FILE as MANIFEST
 from metainfer_lab.optimise import prompts, search
 from metainfer_lab.optimise.bench import Bench, Broken
 from metainfer_lab.optimise.desk import as_edits
-from metainfer_lab.optimise.records import MAIN, OBJECTIVE, Profile, Proposal, Settings
+from metainfer_lab.optimise.records import MAIN, OBJECTIVE, Block, Profile, Proposal, Settings
 from metainfer_lab.optimise.search import BASELINE, FINAL, Row
 from metainfer_lab.optimise.size import code_lines
 from metainfer_lab.optimise.tools import OptimiserTools, offered
@@ -102,7 +103,9 @@ class Search(Loop):
         rules = [{"type": "text", "text": prompts.SYSTEM, **CACHED}]
         return super()._request(last) | {"system": rules, "tools": offered()}
 
-    def _remarks(self, reply: Line, results: list[tuple[Block, Result]], *rest: Any) -> list[Block]:
+    def _remarks(
+        self, reply: Line, results: list[tuple[Content, Result]], *rest: Any
+    ) -> list[Content]:
         if not results and reply.stop_reason != "max_tokens":
             return [{"type": "text", "text": prompts.NO_CALL}]
         return super()._remarks(reply, results, *rest)
@@ -348,15 +351,20 @@ def changed_files(path: Path) -> set[str]:
     return {head[2:].split("\t")[0] for head in heads}
 
 
+def main_blocks(home: Path, name: str) -> list[Block]:
+    """The blocks of the optimised workload that a row rests on."""
+    events = Events(home / raw_file(name), recorded=True).known
+    found = [event["value"] for event in events if event["kind"] == f"block of {MAIN}"]
+    return [Block(**value) for value in found if "status" not in value]
+
+
 def share_of_floor(home: Path, name: str) -> float | None:
     """Decode rate of a row's tree over the roofline, both as measured when the row was made."""
-    floors = Events(home / raw_file(BASELINE), recorded=True).known
-    floor = next((event["value"] for event in floors if event["kind"] == "floor"), None)
-    blocks = Events(home / raw_file(name), recorded=True).known
-    sides = [e["value"].get("candidate") for e in blocks if e["kind"] == f"block of {MAIN}"]
-    rates = [rate for side in sides if side for rate in side[OBJECTIVE]]
+    events = Events(home / raw_file(BASELINE), recorded=True).known
+    floor = next((event["value"] for event in events if event["kind"] == "floor"), None)
+    rates = [r for block in main_blocks(home, name) for r in block.candidate[OBJECTIVE]]
     return median(rates) / floor if floor and rates else None
 
 
-def _sides(blocks: list[Any]) -> Iterator[list[dict[str, Any]]]:
+def _sides(blocks: list[Block]) -> Iterator[list[dict[str, Any]]]:
     yield from zip(*((b.parent, b.candidate) for b in blocks), strict=True)

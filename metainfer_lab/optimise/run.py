@@ -33,8 +33,8 @@ from metainfer_lab.errors import InputError
 from metainfer_lab.optimise import prompts, search
 from metainfer_lab.optimise.bench import Bench, RealBench
 from metainfer_lab.optimise.desk import OneProposal, OptimiserDesk
-from metainfer_lab.optimise.loop import LEDGER, Search, read_rows
-from metainfer_lab.optimise.records import Proposal, Settings, workloads_of
+from metainfer_lab.optimise.loop import LEDGER, Search, main_blocks, read_rows
+from metainfer_lab.optimise.records import OBJECTIVE, Proposal, Settings, workloads_of
 from metainfer_lab.optimise.tools import OptimiserTools
 from metainfer_lab.paths import tree_hash, write_atomic
 from metainfer_lab.spec import Spec, explain
@@ -89,6 +89,10 @@ class Optimisation(Run):
         from metainfer_lab.bench import ledger
 
         return ledger.read(self.folder / LEDGER)
+
+    def gains(self, row: str) -> list[float]:
+        """Log-ratios of the decode rate to the row's parent, block by block, as they decided."""
+        return [block.gain(OBJECTIVE) for block in main_blocks(self.folder, row)]
 
     def outcome(self) -> Outcome:
         """Attempts, keeps, the whole gain with its interval."""
