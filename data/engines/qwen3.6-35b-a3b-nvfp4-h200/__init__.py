@@ -8,8 +8,11 @@ from .cache import Cache
 from .checkpoint import Checkpoint
 from .config import read_config
 from .naive_runner import NaiveRunner
+from .operators import OPERATORS
 from .scheduler import Engine
 from .weights import Loader
+
+__all__ = ["OPERATORS", "build", "load"]
 
 
 def load(
