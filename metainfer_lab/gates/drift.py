@@ -13,6 +13,7 @@ from metainfer_lab.gates.trial import Trial
 from metainfer_lab.model import ModelDims
 
 PROMPT = 20
+ATTEMPTS = 4  # about one text in eight of the hybrid comes to a near tie between experts
 STEPS = {"cpu": 300, "cuda": 2000}  # of decode
 
 
@@ -22,7 +23,13 @@ def drift(trial: Trial) -> None:
     A cache or a state that is kept in fewer bits than the spec says errs from its first steps on; a
     step that is not exact errs more with each one.
     """
-    steps = STEPS[trial.device]
+    for _ in range(ATTEMPTS if trial.exact_text else 1):
+        if _asked(trial, STEPS[trial.device]):
+            return
+
+
+def _asked(trial: Trial, steps: int) -> bool:
+    """Whether the text was judged to its end, and not to a near tie between experts alone."""
     checkpoint = trial.tiny(max_position_embeddings=steps + PROMPT)
     prompt = trial.prompt(PROMPT, ModelDims.from_config(checkpoint).vocab_size)
     seed = int(trial.rng.integers(2**40))
@@ -33,12 +40,14 @@ def drift(trial: Trial) -> None:
     case = f"{steps} steps of decode"
     if len(results) != steps:
         trial.findings.fail(case, f"{len(results)} tokens came, {steps} were asked for")
-        return
+        return True
     tokens = [*prompt, *(result.token for result in results[:-1])]
     truth = trial.ask(checkpoint)(tokens, range(PROMPT - 1, len(tokens)))
     judge_text(trial.findings, case, prompt, params, results, lambda *_: truth)
-    if not trial.findings.failures:
+    whole = not (trial.exact_text and truth.unsure)
+    if whole and not trial.findings.failures:
         _growth(trial, case, results, truth)
+    return whole or bool(trial.findings.failures)
 
 
 def _growth(trial: Trial, case: str, results: Sequence[StepResult], truth: Truth) -> None:

@@ -47,8 +47,8 @@ class Fixed(NamedTuple):
 
 
 FIXED: dict[tuple[str, Depth], Fixed] = {
-    ("fp32", "tiny"): Fixed(row=2e-5, p95=1e-5, kl=1e-7, logprob=1e-4, router=1e-4),
-    ("fp32", "full"): Fixed(row=1e-4, p95=2e-5, kl=1e-6, logprob=1e-3, router=1e-3),
+    ("fp32", "tiny"): Fixed(row=2e-5, p95=1e-5, kl=1e-7, logprob=1e-4, router=4e-5),
+    ("fp32", "full"): Fixed(row=1e-4, p95=2e-5, kl=1e-6, logprob=1e-3, router=4e-4),
 }
 
 
