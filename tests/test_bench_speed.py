@@ -16,6 +16,7 @@ from metainfer_lab.engine import Engine
 from metainfer_lab.errors import InputError
 from metainfer_lab.gates.trial import Trial
 from metainfer_lab.gates.verdict import NotJudged
+from metainfer_lab.hardware import Hardware
 from metainfer_lab.model import ModelDims
 from metainfer_lab.plan import plan
 from metainfer_lab.spec import Spec
@@ -172,3 +173,16 @@ def test_a_sweep_measures_each_number_of_streams(tiny_spec, monkeypatch):
     assert set(rows["engine"]) == {"qwen3-reference"}, "nobody asked for rivals"
     for saved, batch in zip(rows.attrs["saved"].split(), (1, 3), strict=True):
         assert set(results.read(paths.ROOT / saved)["batch"]) == {batch}
+
+
+@pytest.mark.parametrize(("name", "passes"), [("NVIDIA H200", True), ("NVIDIA B200", False)])
+def test_rows_name_the_gpu_that_is_there(name, passes, tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho '{name}, 580.159'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    if passes:
+        assert compare._versions(Hardware.load("h200"))["driver"] == "580.159"
+    else:
+        with pytest.raises(InputError, match="this machine has NVIDIA B200"):
+            compare._versions(Hardware.load("h200"))

@@ -9,9 +9,11 @@ import pandas as pd
 import pytest
 from matplotlib.collections import PathCollection
 from test_results import CONDITIONS, row
+from typer.testing import CliRunner
 
 from metainfer_lab import figures, paths
 from metainfer_lab.bench import ledger, results
+from metainfer_lab.cli import app
 from metainfer_lab.errors import InputError
 from metainfer_lab.figures.style import LOOKS, OURS, STYLE
 
@@ -205,3 +207,16 @@ def test_reported_rows_of_a_file_are_the_file():
             point |= {"batch": one.batch, "prompt_len": one.prompt_len}
             source = file[(file[list(point)] == pd.Series(point)).all(axis=1)].iloc[0]
             assert one.p50 == source["prefill_ms" if one.metric == "ttft_ms" else one.metric]
+
+
+def test_the_command_says_no_by_its_exit_code(monkeypatch):
+    def asked(*arguments: str) -> tuple[int, str]:
+        done = CliRunner().invoke(app, ["figures", *arguments])
+        return done.exit_code, done.output
+
+    assert asked("floors_h200", "--check") == (
+        0,
+        "the published figures are what the record draws\n",
+    )
+    monkeypatch.setattr(figures, "check", lambda names: ["one: differs"])
+    assert asked("--check") == (1, "one: differs\n")

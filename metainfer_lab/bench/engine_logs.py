@@ -2,14 +2,14 @@
 
 Such numbers come from inside the engine's process (or from a replayed graph, without a host), and
 no gate judged the tree: they are *reported*, never measured rows. The last log with whole requests
-speaks for an engine, for variants are timed as single steps; without one the log of the last try
-that was kept. The lines that are understood (p20, p50, p80; what is marked warm or idle is not):
+speaks for an engine, for variants are timed as single steps; without one the last log with steps,
+and the last with first tokens, of a try that was kept. The lines that are understood (p20, p50,
+p80; what is marked warm or idle is not):
 
     32 streams, prompt 1024, 160 new {} n=5: decode tok/s 5589 5594 5624; ...
     1 stream, prompt 128, 128 new, n=7: ttft ms 5.79 5.80 5.84; tpot ms 3.829 3.831 3.832 -> ...
     STEP rows 8: 3742.4 us (p20 3735.1 p80 3750.8) = 2138 tok/s touched/layer 57.2
     TTFT 128: 17.7 ms ['58.5', '17.7', '17.6', '17.8']        (the first of the list warms up)
-    KERNEL rows 1 single_in: 40 x 8.70 us = 348
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ STEP = re.compile(
 )
 FIRST = re.compile(r"TTFT (\d+): [\d.]+ ms \[([^\]]+)\]")
 STEP_CONTEXT = 1088  # cached tokens of a stream when those steps were replayed
-KERNEL = re.compile(rf"KERNEL rows (\d+) ([\w.]+): (\d+) x {NUMBER} us")
 HOST = "the engine's own script, submit and step in one process"
 GRAPH = "the engine's own script, a captured step replayed, no host and no sampling of text"
 
 
 def read_run(run: str, spec: str) -> pd.DataFrame:
-    """Rows of the log that speaks for a run's engine, under a spec; floors at nominal rates."""
-    log, base = speaking_log(paths.RUNS / run), _base(Spec.load(spec))
-    raw = log.relative_to(paths.ROOT).as_posix()
-    found = {_key(row): row for row in _rows(log.read_text())}
-    return results.table([base | row | {"raw": raw} | _floor(spec, row) for row in found.values()])
+    """Rows of the logs that speak for a run's engine, under a spec; floors at nominal rates."""
+    base, found = _base(Spec.load(spec)), {}
+    for log in speaking_logs(paths.RUNS / run):
+        raw = {"raw": log.relative_to(paths.ROOT).as_posix()}
+        found |= {_key(row): row | raw for row in _rows(log.read_text())}
+    return results.table([base | row | _floor(spec, row) for row in found.values()])
 
 
 def read_all() -> pd.DataFrame:
@@ -71,13 +71,6 @@ def read_all() -> pd.DataFrame:
     return pd.concat(tables, ignore_index=True)
 
 
-def kernel_times(run: str) -> pd.DataFrame:
-    """Columns streams, kernel, launches, us (of one launch, alone), from the log that speaks."""
-    found = KERNEL.findall(speaking_log(paths.RUNS / run).read_text())
-    rows = [(int(streams), name, int(count), float(us)) for streams, name, count, us in found]
-    return pd.DataFrame(rows, columns=["streams", "kernel", "launches", "us"])
-
-
 def step_times(log: Path) -> pd.DataFrame:
     """us of a replayed decode step by streams: columns p20, p50, p80; empty where none is there."""
     found = STEP.findall(log.read_text())
@@ -85,14 +78,16 @@ def step_times(log: Path) -> pd.DataFrame:
     return pd.DataFrame.from_dict(rows, orient="index", columns=["p20", "p50", "p80"])
 
 
-def speaking_log(folder: Path) -> Path:
-    """The raw log that speaks for a run's engine (see above); InputError when there is none."""
+def speaking_logs(folder: Path) -> list[Path]:
+    """The raw logs that speak for a run's engine (see above); InputError when there is none."""
     logs = sorted((folder / "raw").glob("*.txt"), key=lambda path: _numbers(path.stem))
-    requests = [log for log in logs if STREAMS.search(log.read_text())]
-    kept = [log for log in _kept(folder) if STEP.search(log.read_text())]
-    if not requests + kept:
-        raise InputError(f"run {folder.name}: no log in raw/ holds times that are understood")
-    return requests[-1] if requests else kept[-1]
+    if requests := [log for log in logs if STREAMS.search(log.read_text())]:
+        return requests[-1:]
+    kept = [*_kept(folder)]
+    by_kind = [[log for log in kept if kind.search(log.read_text())] for kind in (FIRST, STEP)]
+    if found := [logs[-1] for logs in by_kind if logs]:
+        return list(dict.fromkeys(found))
+    raise InputError(f"run {folder.name}: no log in raw/ holds times that are understood")
 
 
 def _kept(folder: Path) -> Iterator[Path]:

@@ -218,7 +218,7 @@ def _turns() -> pd.DataFrame:
 
 
 def _sources(spec: str) -> tuple[Path, ...]:
-    return MEASURED, REPORTED, engine_logs.speaking_log(paths.RUNS / f"{spec}-a1")
+    return MEASURED, REPORTED, *engine_logs.speaking_logs(paths.RUNS / f"{spec}-a1")
 
 
 def _tries(run: str, workload: str) -> pd.DataFrame:
@@ -256,7 +256,7 @@ PUBLISHED: dict[str, Published] = {
     "throughput_qwen3_6_h200": Published(
         throughput,
         _hybrid_streams,
-        lambda: (engine_logs.speaking_log(paths.RUNS / _HYBRID),),
+        lambda: tuple(engine_logs.speaking_logs(paths.RUNS / _HYBRID)),
     ),
     "optimisation_qwen3_6": Published(
         running_best,
