@@ -253,9 +253,9 @@ def _desk(loop: Loop, folder: str | Path, role: Role) -> anthropic.Anthropic:
     return client(FileTransport(desk.folder, replies, desk.refresh))
 
 
-def finish(loop: Loop, home: Path) -> Run:
+def finish(loop: Loop, home: Path, kind: type[Run] = Run) -> Run:
     """Run the loop to its end and write down how it ended; an interrupted run can go on."""
-    run = Run(home)
+    run = kind(home)
     run.info.status, run.info.reason = "running", None
     runs.save(home, run.info)
     try:
