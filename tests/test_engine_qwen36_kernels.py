@@ -3,6 +3,7 @@
 import importlib
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,43 @@ def test_at_most_three_instructions_per_weight(tmp_path):
     instructions = sum(bool(re.search(r"/\*[0-9a-f]{4,5}\*/", line)) for line in innermost)
     print("instructions per weight", instructions / 128)
     assert instructions <= 3 * 128
+
+
+@pytest.fixture(scope="module")
+def single_step():
+    """The step of one row of the model's first layers, built on a device without memory."""
+    part = lambda name: importlib.import_module(f"{load_package().__name__}.{name}")  # noqa: E731
+    inspection, config = part("inspection"), part("config")
+    full = config.read_config(FOLDER.parents[2] / FULL_SIZES)
+    short = replace(full, layer_types=full.layer_types[2:5])
+    weights = part("weights").Loader(inspection.Shapes(), short, packed=True).load()
+    return part("single"), full, short, inspection.resident_step(short, weights)
+
+
+def test_program_of_one_row_passes_through_all_layers(single_step):
+    """Six or seven instructions a layer; what is fetched bears the tag that was posted last."""
+    module, full, config, step = single_step
+    names = [name for name, _ in step.program]
+    attention = config.layer_types.count("full_attention")
+    assert len(names) == 6 * len(config.layer_types) + attention + 2
+    assert [names[0], names[-1]] == ["single_embed", "single_head"]
+    posted = 0
+    for name, made in step.program:
+        reads_before = name in ("single_in", "single_head")
+        assert made.tag - reads_before == posted or name == "single_embed"
+        posted = made.tag
+    assert posted == len(config.layer_types) + 1
+    assert len(full.layer_types) + 1 < module.TAGS
+
+
+def test_host_and_kernel_agree_on_the_program(single_step):
+    """Operations in the order of the kernel's enum, tags of a launch, size of an instruction."""
+    module, _, _, step = single_step
+    source = (FOLDER / "kernels/producer.cuh").read_text()
+    ops = re.search(r"enum Op \{([^}]*)\}", source)[1].replace(" ", "").replace("\n", "").split(",")
+    short = {"single_in": "PROJECT", "single_attention": "ATTEND", "single_router": "ROUTE"}
+    for name, made in step.program:
+        expected = short.get(name, name.removeprefix("single_").upper())
+        assert ops[made.op] == expected
+        assert len(bytes(made)) == 128
+    assert f"#define TAGS {module.TAGS} " in source

@@ -18,7 +18,7 @@ from .config import Config, read_config
 from .cuda import SOURCES
 from .formats import Matrix
 from .single import SingleStep
-from .steps import BatchedStep
+from .steps import BatchedStep, Step
 from .weights import Loader, Weights
 
 META = torch.device("meta")
@@ -74,16 +74,24 @@ def kernels(config: Path) -> list[dict]:
     ]
 
 
-def _launches(c: Config, weights: Weights, rows: int) -> list:
-    """Launches of a step of a model with one layer of each kind."""
+def _step(kind: type[Step], c: Config, weights: Weights, rows: int) -> Step:
     make = lambda dtype: torch.zeros(rows + 1, dtype=dtype, device=META)  # noqa: E731
     kinds = (torch.int64, torch.int64, torch.float32, torch.int64)
     cache = Cache(c, META, torch.bfloat16, rows, CONTEXT, None)
     slots, rope = SlotState(*map(make, kinds)), rope_table(c, CONTEXT, META)
-    common = (c, weights, cache, Buffers(c, META), slots, rope, rows, SMS)
+    return kind(c, weights, cache, Buffers(c, META), slots, rope, rows, SMS)
+
+
+def resident_step(c: Config, weights: Weights) -> SingleStep:
+    """The step of one row."""
+    return _step(SingleStep, c, weights, 1)
+
+
+def _launches(c: Config, weights: Weights, rows: int) -> list:
+    """Launches of a step of a model with one layer of each kind."""
     if rows > 1:
-        return BatchedStep(*common).launches
-    step = SingleStep(*common)
+        return _step(BatchedStep, c, weights, rows).launches
+    step = resident_step(c, weights)
     resident = next(launch for launch in step.launches if launch.kernel == "decode_one")
     return [Operation(name, resident) for name, _ in step.program]
 
