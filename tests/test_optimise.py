@@ -176,7 +176,7 @@ def test_an_author_works_at_the_desk(engine, tmp_path):
     assert ticks[0] < ticks[1], "what the engine said last cannot close its fence"
     assert (desk / "diffs" / "0001.diff").is_file()
     assert "crash" not in (desk / "draft" / "model.py").read_text()
-    assert "o1: passed" in (desk / "state.txt").read_text()
+    assert "o1: passed, 2 attempts (1 crash, 1 keep)" in (desk / "state.txt").read_text()
 
 
 def run_tools(desk):

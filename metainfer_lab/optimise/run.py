@@ -181,7 +181,7 @@ def optimise(
         if provider == "external":
             return _one_proposal(loop, _proposal(propose))
         loop.client = _client(provider, loop, folder, connection or {})
-        finish(loop, home)
+        finish(loop, home, Optimisation)
     return Optimisation(home)
 
 
