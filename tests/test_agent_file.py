@@ -74,6 +74,25 @@ def test_a_malformed_reply_is_answered_and_waited_for_again(local_runs, tmp_path
     assert result["run"].info.reason.startswith("turns")
 
 
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [("max_tokens", "cut off"), ("end_turn", "only by a verdict"), ("refusal", None)],
+)
+def test_stop_reasons_that_an_author_can_give(reason, said, local_runs, tmp_path):
+    desk = tmp_path / "desk"
+    thread, result = start(desk, turns=2)
+    wait_for(desk / "request-0001.json")
+    whole = {"content": [{"type": "text", "text": "Enough."}], "stop_reason": reason}
+    (desk / "reply-0001.json").write_text(json.dumps(whole))
+    if said:
+        wait_for(desk / "request-0002.json")
+        assert said in (desk / "request-0002.md").read_text()
+        reply(desk, "--submit")
+    thread.join(20)
+    wanted = "turns: all 2" if said else "the implementer refused in phase model"
+    assert result["run"].info.status == "stopped" and wanted in result["run"].info.reason
+
+
 def test_a_killed_run_goes_on_without_asking_again(local_runs, tmp_path):
     """The answer that lay there when the program died is taken; the tree is rebuilt."""
     desk = tmp_path / "desk"

@@ -52,6 +52,14 @@ def test_optimise_of_a_workspace_is_a_command(tmp_path):
     assert "./optimise --propose" in (folder / "AGENTS.md").read_text()
 
 
+def test_a_gpu_workspace_inspects_kernels_without_a_gpu(tmp_path):
+    folder = agent.workspace("qwen3-8b-bf16-h200", tmp_path / "w")
+    assert (folder / ".claude/skills/kernel-inspection/SKILL.md").is_file()
+    done = subprocess.run([folder / "inspect", "gemv"], capture_output=True, text=True)
+    assert done.returncode == 2 and "needs inspection.py" in done.stderr
+    assert not (agent.workspace(SPEC, tmp_path / "cpu") / "inspect").exists()
+
+
 def test_adopt_verifies_records_and_replays(tmp_path):
     folder = agent.workspace(SPEC, tmp_path / "w")
     engine(folder, f"{SPEC}-a1")

@@ -194,7 +194,7 @@ def tools_of(spec: Spec, home: Path, judge: Judge, say: Callable[[str], None]) -
         skills=load_skills(),
         judge=judge,
         inspect=lambda engine, *asked: inspected(engine, config_of(spec), *asked),
-        measure=measured,
+        measure=lambda engine: measured(engine, spec),
         say=say,
         checkpoint=lambda: checkpoint_of(spec),
         names={home: "<run>"},

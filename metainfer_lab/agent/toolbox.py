@@ -20,7 +20,7 @@ from metainfer_lab.agent.transcript import FILE, Block, Transcript
 from metainfer_lab.agent.watch import say_plainly
 from metainfer_lab.errors import InputError
 from metainfer_lab.paths import ROOT, tree_files, write_atomic
-from metainfer_lab.skills import reachable
+from metainfer_lab.skills import config_of, reachable
 from metainfer_lab.spec import Spec
 
 GUIDE = """\
@@ -48,6 +48,12 @@ COMMAND = """\
 here=$(cd "$(dirname "$0")" && pwd)
 cd '{root}' && exec '{python}' -m metainfer_lab {verb} "$here/engine" {options} "$@"
 """
+INSPECT = """\
+#!/bin/sh
+# What the compiler made of the kernels that engine/inspection.py declares: [KERNEL] [--target T]
+here=$(cd "$(dirname "$0")" && pwd)
+cd '{root}' && exec '{python}' -m metainfer_lab.inspection "$here/engine" --config '{config}' "$@"
+"""
 COMMANDS = {
     "verify": ("Ask the gates about the engine in this folder.", '--spec "$here/spec.yaml"'),
     "optimise": ("Judge a change to the engine in this folder.", "--provider external"),
@@ -55,7 +61,7 @@ COMMANDS = {
 
 
 def workspace(spec: Spec | str, folder: str | Path) -> Path:
-    """Lay out a blank folder: the spec, the skills, a guide, `verify` and `optimise` as commands.
+    """Lay out a blank folder: spec, skills, guide; `verify`, `optimise`, for a GPU `inspect`.
 
     InputError when the folder holds anything already.
     """
@@ -76,6 +82,10 @@ def workspace(spec: Spec | str, folder: str | Path) -> Path:
         given = {"about": about, "options": options, "root": ROOT, "python": sys.executable}
         write_atomic(folder / verb, COMMAND.format(verb=verb, **given))
         (folder / verb).chmod(0o755)
+    if spec.hardware != "cpu":
+        given = {"root": ROOT, "python": sys.executable, "config": config_of(spec)}
+        write_atomic(folder / "inspect", INSPECT.format(**given))
+        (folder / "inspect").chmod(0o755)
     return folder
 
 

@@ -284,13 +284,13 @@ def real_judge(spec: Spec) -> Judge:
     return Judge(tuple(GATES), run)
 
 
-def measured(folder: Path) -> str:
-    """Decode speed of an engine folder beside what its spec's goals compare with, in one line."""
+def measured(folder: Path, spec: Spec) -> str:
+    """Decode speed of an engine folder beside what a spec's goals compare with, in one line."""
     from metainfer_lab.bench.compare import measure, summary
     from metainfer_lab.engine import Engine, EngineDied, EngineError
 
     try:
-        with Engine.open(folder) as engine:
+        with Engine.open(folder, spec) as engine:
             return summary(measure(engine))
     except (EngineDied, EngineError) as error:
         raise ToolError(f"the engine could not be measured: {error}") from error
