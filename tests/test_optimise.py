@@ -31,9 +31,10 @@ from metainfer_lab.agent.stand_in import stand_in
 from metainfer_lab.agent.tools import EDITOR, Judge
 from metainfer_lab.errors import InputError
 from metainfer_lab.optimise import Optimisation, Proposal, optimise
-from metainfer_lab.paths import tree_hash
+from metainfer_lab.paths import RUNS, tree_hash
 
 COLUMNS = ["id", "parent", "hypothesis", "ratio", "ratio_lo", "gates", "lines", "status", "reason"]
+PUBLISHED = sorted(path.parent for path in RUNS.glob("*/settings.json"))
 IDEAS = ("twenty", "zero", "crash", "fake", "greedy")
 
 
@@ -268,6 +269,12 @@ def test_gates_are_asked_again_for_real(recorded):
     assert run.replay([], judge=judge(), on_event=lambda text: None).gates == []
     with pytest.raises(InputError, match="no '9'"):
         run.replay(["9"], judge=judge())
+
+
+@pytest.mark.parametrize("folder", PUBLISHED, ids=lambda folder: folder.name)
+def test_a_published_optimisation_follows_from_its_record(folder):
+    report = Optimisation(folder).replay([], on_event=lambda text: None)
+    assert report.faithful, str(report)
 
 
 def test_generation_and_optimisation_do_not_take_each_others_runs(recorded):
