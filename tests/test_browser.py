@@ -38,7 +38,7 @@ def missing() -> str | None:
     if not shutil.which("node"):
         return "no node here: apt install nodejs"
     if not any((folder / "playwright-core").is_dir() for folder in MODULES):
-        return f"no playwright-core: npm install --prefix {HOME.name} playwright-core"
+        return "no playwright-core: npm install --prefix data/local/browser playwright-core"
     return None
 
 
