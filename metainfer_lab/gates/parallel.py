@@ -34,31 +34,30 @@ class Heard:
 
 
 def parallel(trial: Trial) -> None:
-    """Each number of ranks that engine.json names, and the spec's, on one checkpoint."""
+    """Each number of ranks that engine.json names, and the spec's, on a checkpoint of its own."""
     worlds = _worlds(trial)
-    checkpoint = _checkpoint(trial, max(worlds))
-    vocab = ModelDims.from_config(checkpoint).vocab_size
-    lengths = [int(trial.rng.integers(1, 90)) for _ in range(REQUESTS)]
-    prompts = [trial.prompt(length, vocab) for length in lengths]
-    params = [_params(trial, i) for i in range(REQUESTS)]
-    score = trial.prompt(60, vocab)
-    heard: dict[int, Heard] = {}
-    for world in (1, *worlds):
-        settings: dict[str, Any] = {"max_context": max_context(checkpoint, 160), "world": world}
-        if world > 1:
-            settings["timeout_s"] = ANSWER_S
-        with trial.candidate(checkpoint, **settings) as engine:
-            heard[world] = _ask(engine, score, prompts, params)
-        if world == min(worlds):
-            _lose(trial, checkpoint, prompts[0], settings)
-    truth = trial.ask(checkpoint)(score, range(len(score)))
     for world in worlds:
-        case = f"{world} ranks"
-        compare_logits(trial.findings, case, heard[world].logits, truth, range(len(score)))
+        checkpoint = _checkpoint(trial, world, shared=world == max(worlds))
+        vocab = ModelDims.from_config(checkpoint).vocab_size
+        prompts = [trial.prompt(int(trial.rng.integers(1, 90)), vocab) for _ in range(REQUESTS)]
+        params = [_params(trial, i) for i in range(REQUESTS)]
+        score, context = trial.prompt(60, vocab), max_context(checkpoint, 160)
+        with trial.candidate(checkpoint, max_context=context) as engine:
+            alone = _ask(engine, score, prompts, params)
+        several = {"max_context": context, "world": world, "timeout_s": ANSWER_S}
+        with trial.candidate(checkpoint, **several) as engine:
+            heard = _ask(engine, score, prompts, params)
+        if world == min(worlds):
+            _lose(trial, checkpoint, prompts[0], several)
+        ask, case = trial.ask(checkpoint), f"{world} ranks"
+        truth, positions = ask(score, range(len(score))), range(len(score))
+        compare_logits(trial.findings, case, heard.logits, truth, positions)
         for i, prompt in enumerate(prompts):
-            answer, what = heard[world].answer(i), f"{case}, request {i}"
-            judge_text(trial.findings, what, prompt, params[i], answer, trial.ask(checkpoint))
-            _same(trial, what, answer, heard[1].answer(i), params[i])
+            answer, what = heard.answer(i), f"{case}, request {i}"
+            judge_text(trial.findings, what, prompt, params[i], answer, ask)
+            _same(trial, what, answer, alone.answer(i), params[i])
+        if trial.findings.failures:
+            return
 
 
 def _worlds(trial: Trial) -> list[int]:
@@ -79,23 +78,22 @@ def _worlds(trial: Trial) -> list[int]:
     return [world for world in worlds if world <= here]
 
 
-def _checkpoint(trial: Trial, most: int) -> Path:
-    """Dimensions that `most` ranks can share; there are half as many key heads, so that two of
-    these ranks share one."""
+def _checkpoint(trial: Trial, world: int, *, shared: bool) -> Path:
+    """Dimensions that ranks can share: two of them a key head, or each has two of its own."""
     rng, granules = trial.rng, trial.manifest.granules
 
-    def shared(name: str, low: int, high: int, of: int = most) -> int:
+    def multiple(name: str, low: int, high: int, of: int = world) -> int:
         granule = math.lcm(granules.get(name, 1), of)
         return granule * int(rng.integers(-(-low // granule), max(low, high) // granule + 2))
 
-    heads = most * int(rng.integers(1, 3))
+    heads = 2 * world * int(rng.integers(1, 3))
     return trial.tiny(
         num_hidden_layers=2,
         num_attention_heads=heads,
-        num_key_value_heads=most // 2,
-        hidden_size=shared("hidden_size", 40, 72, of=heads),
-        intermediate_size=shared("intermediate_size", 50, 110),
-        vocab_size=shared("vocab_size", 150, 260),
+        num_key_value_heads=world // 2 if shared else 2 * world,
+        hidden_size=multiple("hidden_size", 40, 72, of=heads),
+        intermediate_size=multiple("intermediate_size", 50, 110),
+        vocab_size=multiple("vocab_size", 150, 260),
     )
 
 
