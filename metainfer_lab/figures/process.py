@@ -66,15 +66,16 @@ def running_best(tries: pd.DataFrame) -> Figure:
     from matplotlib.figure import Figure
 
     with style():
-        figure = Figure()
+        figure = Figure(figsize=(6.75, 3.0))
         axes = figure.subplots()
         axes.step(range(len(tries)), tries["best"], where="post", color=BLACK, label="best so far")
         for kept, (label, colour, marker) in KEPT.items():
             _tries(axes, tries, tries["status"].eq("keep") == kept, label, colour, marker)
-        axes.set_xticks(range(len(tries)), tries["id"], rotation=45, ha="right")
+        names = [name if len(name) <= 12 else f"{name[:11]}…" for name in tries["id"]]
+        axes.set_xticks(range(len(tries)), names, rotation=45, ha="right")
         axes.set_ylabel("speed, first version = 1")
         axes.set_xlabel("try, in the order of the ledger")
-        axes.legend(loc="best")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=3)
         workloads = "; ".join(sorted(tries["workload"].unique()))
         footnote(figure, f"{workloads}. Bars: the measured interval of the ratio to the parent.")
     return figure
