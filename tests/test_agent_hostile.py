@@ -59,7 +59,7 @@ def test_the_key_is_not_in_reach():
 def test_gates_can_be_neither_read_nor_edited():
     before = tree_hash(GATES)
     file = f"{unseen(GATES)}/texts.py"
-    answer = tried(f"head -c 99 {file}; echo '#' >> {file}; ls {unseen(ROOT)}/metainfer_lab")
+    answer = tried(f"head -c 99 {file}; echo '#' >> {file}; ls {unseen(GATES)}")
     assert answer["is_error"] and '"""' not in answer["content"]
     assert tree_hash(GATES) == before
 
