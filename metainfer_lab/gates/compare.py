@@ -21,11 +21,14 @@ from metainfer_lab.gates.tolerances import (
 )
 from metainfer_lab.gates.verdict import Findings
 from metainfer_lab.model import ModelDims
-from metainfer_lab.oracle import Oracle
+from metainfer_lab.oracle import Oracle, Routed
 
 # Parameters under which a greedy token need not be the likeliest of the model's own distribution.
 ADJUSTING = {"logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty"}
 ADJUSTING |= {"min_tokens"}
+
+
+TIES = 3  # ways of breaking near ties between experts that the oracle tries
 
 
 class Truth(NamedTuple):
@@ -84,20 +87,28 @@ def calibrated_truth(
 ) -> Truth:
     """The oracle's answer with tolerances from its own answers under rounded activations."""
     logits, router = oracle.routed(tokens, positions, experts)
-    rounded = [oracle.routed(tokens, positions, experts, how) for how in by.roundings]
-    errors = (
-        np.max([measure(other.logits, logits) for other in rounded], axis=0)
-        for measure in (relative_l2, kl_divergence, _rms_logprob)
-    )
-    allowed = calibrated(by, *errors)
+    others = [oracle.routed(tokens, positions, experts, how) for how in by.roundings]
     if router is None:
-        return Truth(logits, allowed)
-    moved = np.max([np.abs(other.router - router).max(axis=-1) for other in rounded], axis=0)
+        return Truth(logits, _cost(by, logits, others))
+    moved = np.max([np.abs(other.router - router).max(axis=-1) for other in others], axis=0)
     margin = by.router * np.maximum(moved, np.median(moved, axis=1, keepdims=True))
     if experts is not None:
-        return Truth(logits, allowed, choice(router, experts, margin))
+        return Truth(logits, _cost(by, logits, others), choice(router, experts, margin))
     made = choice(router, best(router, per_token), margin)
-    return Truth(logits, allowed, made, rows_of(made.unsure, positions))
+    # Another expert for some token before may move any row: near ties broken at random show it.
+    rng = np.random.default_rng()
+    for _ in range(TIES):
+        noise = rng.uniform(-0.5, 0.5, router.shape) * margin[..., None]
+        others.append(oracle.routed(tokens, positions, best(router + noise, per_token)))
+    return Truth(logits, _cost(by, logits, others), made, rows_of(made.unsure, positions))
+
+
+def _cost(by: Calibration, logits: np.ndarray, others: Sequence[Routed]) -> Allowance:
+    measures = (relative_l2, kl_divergence, _rms_logprob)
+    errors = (
+        np.max([measure(other.logits, logits) for other in others], 0) for measure in measures
+    )
+    return calibrated(by, *errors)
 
 
 def rows_of(tokens: np.ndarray, positions: Sequence[int]) -> frozenset[int]:
