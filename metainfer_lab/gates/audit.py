@@ -28,7 +28,8 @@ WORKERS = 2
 class Audit(Record):
     """The kill matrix. gates: kills by gate; only: mutants and fakes that one gate alone kills, by
     gate; flaws: deaths that prove nothing, and right engines that fail, with the reason; versions,
-    trees: what was judged, and on what; whole: nothing was left out."""
+    trees: what was judged, and on what; whole: nothing was left out; resumed: engines of which an
+    interrupted audit had found all, not counted in seconds."""
 
     mutants: list[Judged]
     fakes: list[Judged]
@@ -41,6 +42,7 @@ class Audit(Record):
     trees: dict[str, str]
     whole: bool
     passed: bool
+    resumed: int
     seconds: float
     created: str
 
@@ -81,8 +83,10 @@ class Audit(Record):
     def summary(self) -> list[str]:
         """In lines: how many are dead, what is wrong, which right engines pass."""
         dead = len(self.mutants) + len(self.fakes) - len(self.survivors)
-        head = f"{dead} dead of {dead + len(self.survivors)} in {self.seconds:.0f} s: "
+        head = f"{dead} dead of {dead + len(self.survivors)}: "
         lines = [head + ("passed" if self.passed else "FAILED")]
+        before = f", {self.resumed} engines known from before it" if self.resumed else ""
+        lines += [f"{self.created}, {self.seconds:.0f} s{before}"]
         lines += [f"earlier version of {', '.join(self.earlier)}"] if self.earlier else []
         lines += [f"LIVES: {name}" for name in self.survivors]
         lines += [f"DOES NOT COUNT: {name}: {why}" for name, why in self.flaws.items()]
@@ -116,7 +120,10 @@ def audit(
     asked = _asked(gates)
     mutants, fakes = _chosen(catalogue("mutants", family), catalogue("fakes", family), names)
     right = right_engines(family) if names is None else []
-    rows = _judged([*right, *mutants, *fakes], asked, on_kill, fresh)
+    tasks = [*right, *mutants, *fakes]
+    rows = {} if fresh or asked != _asked(None) else _kept(tasks)
+    resumed = len(rows)
+    rows |= _judged([one for one in tasks if one.name not in rows], asked, on_kill)
     every = [rows[one.name] for one in (*mutants, *fakes)]
     passes = {one.name: not rows[one.name].by for one in right}
     only = {gate: [row.name for row in every if [*row.by] == [gate]] for gate in asked}
@@ -139,6 +146,7 @@ def audit(
         trees={name: _tree(name) for name in sorted(engines)},
         whole=whole,
         passed=sound and (not whole or all(only.values())),
+        resumed=resumed,
         seconds=round(time.monotonic() - started, 1),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
@@ -167,32 +175,31 @@ def _chosen(
 
 
 def _judged(
-    tasks: Sequence[Subject],
-    gates: Sequence[str],
-    on_kill: Callable[[Judged], None] | None,
-    fresh: bool,
+    tasks: Sequence[Subject], gates: Sequence[str], on_kill: Callable[[Judged], None] | None
 ) -> dict[str, Judged]:
-    """Rows by name: kept ones of the same engine and gates, then new ones as they become known."""
-    every = [*gates] == _asked(None)
-    rows = {} if fresh or not every else {one.name: row for one in tasks if (row := _kept(one))}
-    for row in _work([one for one in tasks if one.name not in rows], gates):
+    """New rows by name; those that count are kept, for an audit after an interrupted one."""
+    rows: dict[str, Judged] = {}
+    for row in _work(tasks, gates):
         rows[row.name] = row
-        if every and row.flaw is None:
+        if [*gates] == _asked(None) and row.as_meant:
             write_atomic(_place(row.name), row.model_dump_json(indent=1))
         if on_kill is not None:
             on_kill(row)
     return rows
 
 
-def _kept(one: Subject) -> Judged | None:
-    """An interrupted audit goes on from here: what was found of this tree by these versions."""
-    if not (path := _place(one.name)).is_file():
-        return None
-    row = Judged.model_validate_json(path.read_text())
-    with tempfile.TemporaryDirectory() as work:
-        tree = tree_hash(one.apply(Path(work) / one.name))
+def _kept(tasks: Sequence[Subject]) -> dict[str, Judged]:
+    """Rows by name that an earlier audit found of the same trees, specs and gate versions."""
     now = {gate: GATES[gate].version for gate in _asked(None)}
-    return row if (row.tree, row.spec, row.asked) == (tree, one.spec, now) else None
+    rows: dict[str, Judged] = {}
+    for one in tasks:
+        if (path := _place(one.name)).is_file():
+            row = Judged.model_validate_json(path.read_text())
+            with tempfile.TemporaryDirectory() as work:
+                tree = tree_hash(one.apply(Path(work) / one.name))
+            if (row.tree, row.spec, row.asked) == (tree, one.spec, now):
+                rows[one.name] = row
+    return rows
 
 
 def _place(name: str) -> Path:

@@ -73,6 +73,11 @@ class Judged(Record):
     seconds: float
 
     @property
+    def as_meant(self) -> bool:
+        """A wrong engine is dead, for the reason meant; a right one is not."""
+        return self.flaw is None and bool(self.by) != self.right
+
+    @property
     def words(self) -> str:
         """The first reason, of the gate that comes first."""
         return next((f"{gate}: {reason}" for gate, reason in self.by.items()), "")
