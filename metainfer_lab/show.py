@@ -199,12 +199,13 @@ def run_html(run: Run) -> str:
 
 def turn_html(turn: Turn) -> str:
     """What was asked, said, changed and judged, folded."""
-    head = f"turn {turn.number}, phase {turn.phase}, attempt {turn.attempt}"
+    head = f"turn {turn.number}, {turn.role}, phase {turn.phase}, attempt {turn.attempt}"
     calls = ", ".join(call["name"] for call in turn.calls) or "none"
     judged = "".join(
         f"<br>{status('pass' if j.passed else 'fail')} {escape(', '.join(j.gates))}"
         for j in turn.judgements
     )
+    judged += "".join(f"<br>{escape(str(finding))}" for finding in turn.findings or [])
     parts = [("asked", code(turn.asked)), ("said", code(turn.said))]
     parts += [("diff", code(turn.diff, "diff"))]
     parts += [("results", code("\n\n".join(str(r.get("content", "")) for r in turn.results)))]

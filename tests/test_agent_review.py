@@ -14,6 +14,7 @@ from metainfer_lab.agent.replay import replay
 from metainfer_lab.agent.stand_in import stand_in
 from metainfer_lab.agent.tools import EDITOR
 from metainfer_lab.errors import InputError
+from metainfer_lab.show import turn_html
 
 FINDING = {
     "file": "__init__.py",
@@ -74,6 +75,7 @@ def test_findings_go_back_as_a_list_and_hints_after_the_second_rejection():
     assert hint not in once and hint in twice and "wrong-rope" not in twice
     assert [m["role"] for m in server.asked[2]["messages"]] == ["user", "assistant", "user", "user"]
     assert list(run.timeline()["attempt"])[:6] == [1, 1, 2, 2, 3, 3]
+    assert "a cache that grows" in turn_html(run.turn(2)) and "reviewer" in str(run.turn(2))
     report = replay(run, ["model"], judge=fake_judge(), on_event=lambda event: None)
     assert report.faithful and report.turns == 8
 
