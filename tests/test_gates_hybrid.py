@@ -143,7 +143,8 @@ def test_single_groups_join_experts_alone():
 
 
 def test_every_parameter_moves_the_oracle(oracle, plain, rng):
-    """The first-order estimate says what perturbing really does, within a factor of four."""
+    """The first-order estimate promises no more than perturbing really does (which besides may send
+    tokens to other experts)."""
     dims = ModelDims.from_config(plain)
     tokens = rng.integers(0, dims.vocab_size, 200).tolist()
     oracle.use(plain)
@@ -155,7 +156,7 @@ def test_every_parameter_moves_the_oracle(oracle, plain, rng):
         changed = variants.perturbed(plain, plain.parent / str(name), [name], SEED)
         oracle.use(changed)
         moved = np.linalg.norm(oracle.logits(tokens, range(200)) - before)
-        assert 1 / 4 < moved / np.linalg.norm(before) / moves[name] < 4, name
+        assert moved / np.linalg.norm(before) > moves[name] / 2, name
 
 
 def test_blocks_are_known_by_the_matrix_that_ends_them(plain):
