@@ -97,6 +97,7 @@ class Maker:
     def quantised(self, name, rows, cols, quantise, scale=0.12):
         tensors, values = quantise(torch.randn(rows, cols, generator=self.random) * scale)
         prefix = "" if name == "lm_head" else "model.language_model."
+        tensors["input_scale"] = torch.tensor(1.0)  # unused: activations are not quantised
         self.stored.update({f"{prefix}{name}.{key}": value for key, value in tensors.items()})
         return values
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-# Known and unused: vision tower, draft (MTP) layer, activation and KV scales of other deployments.
+# Known and unused: vision tower, draft (MTP) layer, activation scales (whose absence is an error,
+# for ModelOpt writes one for every quantised matrix), KV scales of other deployments.
 UNUSED_PREFIXES = ("model.visual.", "mtp.", "model.language_model.mtp.")
 UNUSED_SUFFIXES = (".input_scale", ".k_scale", ".v_scale", "rotary_emb.inv_freq")
 
@@ -37,7 +38,10 @@ class Checkpoint:
         if path not in self._files:
             if not path.is_file():
                 raise ValueError(f"checkpoint: {path} is named by the index but does not exist")
-            self._files[path] = safe_open(str(path), framework="pt", device=str(self.device))
+            try:
+                self._files[path] = safe_open(str(path), framework="pt", device=str(self.device))
+            except Exception as error:
+                raise ValueError(f"checkpoint: {path} cannot be read: {error}") from error
         return self._files[path]
 
     def take(
@@ -65,6 +69,11 @@ class Checkpoint:
     ) -> torch.Tensor:
         """Equal tensors of many experts, stacked in the order of `names`."""
         return torch.stack([self.take(name, shape, dtypes).reshape(tuple(shape)) for name in names])
+
+    def require(self, name: str) -> None:
+        """Refuse a folder without the tensor `name`, which is not read: a sign of a broken one."""
+        if name not in self._where:
+            raise ValueError(f"checkpoint: tensor {name} is missing")
 
     def finish(self) -> None:
         """Refuse tensors that nobody took, apart from the known unused ones."""

@@ -47,6 +47,9 @@ class Shapes:
     def take_stack(self, names: list, shape: tuple, dtypes: tuple) -> torch.Tensor:
         return self.take("", (len(names), *shape), dtypes)
 
+    def require(self, name: str) -> None:
+        """Everything is there."""
+
     def finish(self) -> None:
         """Nothing is left over."""
 

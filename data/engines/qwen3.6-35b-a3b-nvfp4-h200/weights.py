@@ -157,6 +157,7 @@ class Loader:
         for name, rows in parts:
             values.append(self.source.take(name + ".weight", (rows, cols), FP8).view(torch.uint8))
             scale = self._scalar(name + ".weight_scale")
+            self.source.require(name + ".input_scale")
             alpha.append(scale.expand(rows // 8))
         stacked = torch.cat(values).view(torch.float8_e4m3fn)
         return self._matrix("fp8", stacked, None, torch.cat(alpha), len(stacked), cols)
@@ -166,6 +167,7 @@ class Loader:
 
     def _codes(self, name: str, rows: int, cols: int) -> tuple[Tensor, Tensor, Tensor]:
         take = self.source.take
+        self.source.require(name + ".input_scale")
         return (
             take(name + ".weight", (rows, cols // 2), (torch.uint8,)),
             take(name + ".weight_scale", (rows, cols // 16), FP8),
@@ -191,6 +193,8 @@ class Loader:
     def _stack(self, name: str, part: str, rows: int, cols: int) -> tuple[Tensor, Tensor, Tensor]:
         names = [f"{name}experts.{e}.{part}_proj" for e in range(self.config.experts)]
         stack = self.source.take_stack
+        for expert in names:
+            self.source.require(expert + ".input_scale")
         return (
             stack([n + ".weight" for n in names], (rows, cols // 2), (torch.uint8,)),
             stack([n + ".weight_scale" for n in names], (rows, cols // 16), FP8),

@@ -62,6 +62,9 @@ class SeededSource:
             return torch.full((len(names),), 0.02 / 187, device="cuda")
         return self.take(names[0], (len(names), *shape), dtypes)
 
+    def require(self, name: str) -> None:
+        """Everything is there."""
+
     def finish(self) -> None:
         """Nothing is left over."""
 
