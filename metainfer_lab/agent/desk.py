@@ -48,7 +48,9 @@ the sources of libraries that contain models.
 4. Wait for the next `request-NNNN.md`: `python3 reply.py --wait` returns when it is there. A
    reply that cannot be taken is answered by `reply-NNNN.error.txt`; write it again.
 
-Many calls in one reply are welcome: all files, gates and the submission at once. You need not use
+Many calls in one reply are welcome: all files, gates and the submission at once. A phase begins
+with a fresh request: what a reply that passed its phase gave besides (gates, measurements) is not
+shown there; ask it alone if you want to see it. You need not use
 reply.py: any `reply-NNNN.json` that holds a list of content blocks will do, for example
 
     [{"type": "text", "text": "why"},
