@@ -38,7 +38,10 @@ def load(
         raise ValueError(f"world: {world} ranks asked for; this engine runs on one GPU")
     if max_context > config.max_positions:
         raise ValueError(f"max_context: {max_context} exceeds the model's {config.max_positions}")
-    target = torch.device(device)
+    try:
+        target = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: {device!r} is none that torch knows") from error
     source = Checkpoint(Path(checkpoint), target)
     return build(config, source, target, max_batch, max_context, cache_bytes)
 

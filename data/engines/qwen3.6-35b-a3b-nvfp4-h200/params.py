@@ -1,6 +1,8 @@
 """Sampling parameters of a request, checked by name."""
 
 from dataclasses import dataclass, field, fields
+from math import isfinite
+from operator import index
 
 MAX_LOGPROBS = 20
 
@@ -42,6 +44,24 @@ class Params:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
+def whole(value) -> int:
+    """An integer of any make; TypeError for fractions, texts and truth values."""
+    if isinstance(value, bool):
+        raise TypeError("a truth value is no number")
+    return index(value)
+
+
+_WHOLE = dict.fromkeys(("max_new_tokens", "min_tokens", "top_k", "logprobs"), whole)
+_REAL = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+READERS = _WHOLE | dict.fromkeys((*_REAL, "repetition_penalty"), float)
+READERS |= {
+    "seed": lambda seed: None if seed is None else whole(seed),
+    "ignore_eos": bool,
+    "stop_token_ids": lambda ids: tuple(whole(i) for i in ids),
+    "logit_bias": lambda bias: {int(k): float(v) for k, v in bias.items()},  # JSON has text keys
+}
+
+
 def read_params(params: dict | None, vocab: int) -> Params:
     """Params from a plain dict; ValueError names an unknown or impossible argument."""
     given = dict(params or {})
@@ -50,8 +70,13 @@ def read_params(params: dict | None, vocab: int) -> Params:
         if name not in known:
             raise ValueError(f"params.{name}: not supported; known are {', '.join(sorted(known))}")
     given["stop_token_ids"] = tuple(given.get("stop_token_ids") or ())
-    given["logit_bias"] = {int(k): float(v) for k, v in (given.get("logit_bias") or {}).items()}
-    given["logprobs"] = int(given.get("logprobs") or 0)
+    given["logit_bias"] = given.get("logit_bias") or {}
+    given["logprobs"] = given.get("logprobs") or 0
+    for name in given:
+        try:
+            given[name] = READERS[name](given[name])
+        except (TypeError, ValueError, AttributeError):
+            raise ValueError(f"params.{name}: {given[name]!r} is of the wrong kind") from None
     result = Params(**given)
     _check(result, vocab)
     return result
@@ -67,9 +92,9 @@ def _check(p: Params, vocab: int) -> None:
         "min_p": 0 <= p.min_p <= 1,
         "presence_penalty": -2 <= p.presence_penalty <= 2,
         "frequency_penalty": -2 <= p.frequency_penalty <= 2,
-        "repetition_penalty": p.repetition_penalty > 0,
+        "repetition_penalty": 0 < p.repetition_penalty < float("inf"),
         "logprobs": 0 <= p.logprobs <= MAX_LOGPROBS,
-        "logit_bias": all(0 <= t < vocab for t in p.logit_bias),
+        "logit_bias": all(0 <= t < vocab and isfinite(b) for t, b in p.logit_bias.items()),
         "stop_token_ids": all(0 <= t < vocab for t in p.stop_token_ids),
         "seed": p.seed is None or (isinstance(p.seed, int) and 0 <= p.seed < 2**63),
     }

@@ -5,7 +5,7 @@ token has computed one more, which is dropped.
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ import torch
 from . import sampler
 from .cache import Cache
 from .config import Config
-from .params import Params, read_params
+from .params import Params, read_params, whole
 
 PREFILL_CHUNK = 1024
 
@@ -58,14 +58,16 @@ class Engine:
     @torch.inference_mode()
     def score(self, tokens, positions, *, routing: bool = False):
         """Float32 logits [len(positions), V] of a text, and expert ids [layers, T, k] if asked."""
-        tokens = self._check_tokens("tokens", tokens)
+        tokens, positions = self._check_tokens("tokens", tokens), _integers("positions", positions)
+        if not positions:
+            raise ValueError("positions: empty; give at least one")
         if any(not 0 <= p < len(tokens) for p in positions):
             raise ValueError(f"positions: each must be in 0..{len(tokens) - 1}")
         if not self.cache.can_allocate(len(tokens)):
             raise ValueError("tokens: no free slot or pages; score needs room beside the requests")
         slot = self.cache.allocate(len(tokens))
         try:
-            logits, ids = self._score(slot, tokens, list(positions), routing)
+            logits, ids = self._score(slot, tokens, positions, routing)
         finally:
             self.cache.deallocate(slot)
         return (logits, ids) if routing else logits
@@ -84,7 +86,7 @@ class Engine:
         return wanted, np.concatenate(ids, 1) if routing else None
 
     def _check_tokens(self, name: str, tokens) -> list[int]:
-        tokens = [int(t) for t in tokens]
+        tokens = _integers(name, tokens)
         if not tokens:
             raise ValueError(f"{name}: empty; give at least one token")
         if any(not 0 <= t < self.config.vocab for t in tokens):
@@ -94,15 +96,19 @@ class Engine:
         return tokens
 
     def submit(self, tokens, params: dict | None = None) -> int:
-        """Queue a request; ValueError names the argument that cannot be served."""
+        """Queue a request; ValueError names the argument that cannot be served.
+
+        An answer that would outgrow max_context ends there, with reason "length".
+        """
         prompt = self._check_tokens("tokens", tokens)
-        read = read_params(params, self.config.vocab)
-        total = len(prompt) + read.max_new_tokens
-        if total > self.max_context:
+        room = self.max_context - len(prompt)
+        if room < 1:
             raise ValueError(
-                f"params.max_new_tokens: prompt {len(prompt)} + {read.max_new_tokens} exceed "
-                f"max_context {self.max_context}"
+                f"tokens: {len(prompt)} leave no room in max_context {self.max_context}"
             )
+        read = read_params(params, self.config.vocab)
+        read = replace(read, max_new_tokens=min(read.max_new_tokens, room))
+        total = len(prompt) + read.max_new_tokens
         if self.cache.pages_for(total) > self.cache.pages_total:
             raise ValueError(f"tokens: {total} positions never fit into the cache (cache_bytes)")
         stops = read.stop_token_ids + (() if read.ignore_eos else self.config.eos_ids)
@@ -201,7 +207,9 @@ class Engine:
         self.cache.deallocate(request.slot)
 
     def cancel(self, request_id: int) -> None:
-        """Forget a request; unknown or finished ids are ignored."""
+        """Forget a request; a finished one is forgotten already. ValueError if it never was."""
+        if not isinstance(request_id, int) or not 0 <= request_id < self.next_id:
+            raise ValueError(f"request_id: {request_id!r} was never given out")
         self.waiting = deque(r for r in self.waiting if r.id != request_id)
         if self.prefilling and self.prefilling.id == request_id:
             self.cache.deallocate(self.prefilling.slot)
@@ -228,6 +236,14 @@ class Engine:
         self.runner.close()
         self.launches.clear()
         self.runner = self.cache = None
+
+
+def _integers(name: str, values) -> list[int]:
+    """Values as ints; ValueError where one is a fraction or no number at all."""
+    try:
+        return [whole(value) for value in values]
+    except TypeError:
+        raise ValueError(f"{name}: each must be an integer") from None
 
 
 def _finish_reason(request: Request, token: int) -> str | None:
