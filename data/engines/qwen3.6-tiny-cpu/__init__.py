@@ -1,4 +1,4 @@
-"""Inference engine for the Qwen3.6 family (gated DeltaNet, gated attention, experts) on a CPU."""
+"""Inference engine for qwen3_5_moe text models (hybrid, mixture of experts) on a CPU, float32."""
 
 from .engine import load
 from .operators import OPERATORS

@@ -1,58 +1,79 @@
-"""The tokens of one step, laid out as rows."""
+"""The tokens of one model step: chunks of several requests, laid out as rows of one matrix."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
+from torch import Tensor
+
+from .cache import Cache
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """The next tokens of one sequence; start of them are in its slot of the cache already."""
+    """The next tokens of one request: positions start, start + 1, ... of its slot."""
 
     slot: int
     start: int
-    tokens: Sequence[int]
+    tokens: list[int]
 
 
-@dataclass(frozen=True)
 class Group:
-    """Chunks of one length, which a recurrence can take side by side.
+    """Chunks of one length T as a batch of B, with working copies of their recurrent memory.
 
-    rows: their rows of the batch, chunk after chunk; slots [B], an index into the cache.
+    tails [L_linear, B, W-1, C] and states [L_linear, B, H, Dk, Dv] are read from the slots here
+    and written back by `store`, once per step.
     """
 
-    chunks: tuple[Chunk, ...]
-    length: int
-    rows: slice
-    slots: torch.Tensor
+    def __init__(self, chunks: list[Chunk], first_row: int, cache: Cache) -> None:
+        """Gather the slots of `chunks`, whose rows start at `first_row`."""
+        self.chunks = chunks
+        self.size, self.length = len(chunks), len(chunks[0].tokens)
+        self.rows = slice(first_row, first_row + self.size * self.length)
+        self._slots = torch.tensor([chunk.slot for chunk in chunks])
+        self.tails = cache.tails.index_select(1, self._slots)
+        self.states = cache.states.index_select(1, self._slots)
+
+    def store(self, cache: Cache) -> None:
+        """Write tails and states back to the slots of this group's own rows."""
+        cache.tails.index_copy_(1, self._slots, self.tails)
+        cache.states.index_copy_(1, self._slots, self.states)
 
 
-@dataclass(frozen=True)
 class Batch:
-    """tokens [T], positions [T] (float64), the groups in row order, each chunk's last row."""
+    """One step's rows: single tokens of all requests first (one group), then each longer chunk."""
 
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    groups: tuple[Group, ...]
-    last_rows: torch.Tensor
+    def __init__(self, chunks: list[Chunk], cache: Cache) -> None:
+        """Lay out `chunks`, at least one; rows of one chunk are adjacent and in order."""
+        single = [chunk for chunk in chunks if len(chunk.tokens) == 1]
+        parts = [single] if single else []
+        parts += [[chunk] for chunk in chunks if len(chunk.tokens) > 1]
+        self.cache = cache
+        self.groups: list[Group] = []
+        first_row = 0
+        for part in parts:
+            self.groups.append(Group(part, first_row, cache))
+            first_row = self.groups[-1].rows.stop
+        ordered = [chunk for part in parts for chunk in part]
+        self.tokens = torch.tensor([token for chunk in ordered for token in chunk.tokens])
+        self.positions = torch.tensor(
+            [chunk.start + i for chunk in ordered for i in range(len(chunk.tokens))]
+        )
+        self._first = {}
+        row = 0
+        for chunk in ordered:
+            self._first[chunk.slot] = row
+            row += len(chunk.tokens)
+
+    def row(self, chunk: Chunk, index: int) -> int:
+        """Row of the chunk's token `index` (negative: from its end)."""
+        return self._first[chunk.slot] + index % len(chunk.tokens)
+
+    def store(self) -> None:
+        """Write what the step changed back to the slots."""
+        for group in self.groups:
+            group.store(self.cache)
 
 
-def build_batch(chunks: Sequence[Chunk]) -> Batch:
-    """Lay chunks out in the given order; only neighbours of equal length become one group."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    groups: list[Group] = []
-    last_rows: list[int] = []
-    for length, members in groupby(chunks, key=lambda chunk: len(chunk.tokens)):
-        first, same = len(tokens), tuple(members)
-        for chunk in same:
-            tokens.extend(chunk.tokens)
-            positions.extend(range(chunk.start, chunk.start + length))
-            last_rows.append(len(tokens) - 1)
-        slots = torch.tensor([chunk.slot for chunk in same])
-        groups.append(Group(same, length, slice(first, len(tokens)), slots))
-    rows = torch.tensor(last_rows)
-    places = torch.tensor(positions, dtype=torch.float64)
-    return Batch(torch.tensor(tokens), places, tuple(groups), rows)
+def merge(parts: list[Tensor]) -> Tensor:
+    """Rows of the groups, in order, as one matrix."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,81 +1,66 @@
-"""What running requests remember: keys and values, convolution tails and recurrent states."""
+"""What requests remember: keys and values, convolution tails and recurrent states, in slots."""
+
+import heapq
 
 import torch
 
-from .config import FULL, LINEAR, Config
+from .config import LINEAR, Config
 
-BYTES = 4  # of a float32
+BYTES = 4  # of one float32
+
+
+def slot_bytes(config: Config, context: int) -> int:
+    """Bytes of one request of `context` tokens, all layers."""
+    c, linear = config, config.layer_types.count(LINEAR)
+    full = c.num_hidden_layers - linear
+    tail = (c.linear_conv_kernel_dim - 1) * c.conv_dim
+    state = c.value_dim * c.linear_key_head_dim
+    return BYTES * (
+        linear * (tail + state) + full * 2 * c.num_key_value_heads * c.head_dim * context
+    )
 
 
 class Cache:
-    """Slots for sequences of up to max_context tokens, allocated once.
+    """Slots for requests, allocated once. Layers of one kind are counted by themselves.
 
-    keys, values [full layers, slots, K, max_context, D], so that a head's positions are contiguous;
-    tails [linear layers, slots, W-1, C]; states [linear layers, slots, H, Dk, Dv]; all float32.
+    keys, values [L_full, slots, K, context, D]; tails [L_linear, slots, W-1, C];
+    states [L_linear, slots, H, Dk, Dv].
     """
 
-    def __init__(self, config: Config, slots: int, max_context: int) -> None:
-        full, linear = _layer_counts(config)
-        kv_heads, taps = config.num_key_value_heads, config.linear_conv_kernel_dim
-        heads = config.linear_num_value_heads
-        widths = config.linear_key_head_dim, config.linear_value_head_dim
-        self.keys = torch.zeros(full, slots, kv_heads, max_context, config.head_dim)
-        self.values = torch.zeros_like(self.keys)
-        self.tails = torch.zeros(linear, slots, taps - 1, config.conv_width)
-        self.states = torch.zeros(linear, slots, heads, *widths)
-        self.slots = slots
-        self.slot_bytes = slot_bytes(config, max_context)
+    def __init__(self, config: Config, slots: int, context: int) -> None:
+        """Allocate `slots` slots of `context` tokens, all free."""
+        c, linear = config, config.layer_types.count(LINEAR)
+        kv_shape = (c.num_hidden_layers - linear, slots, c.num_key_value_heads, context, c.head_dim)
+        self.keys = torch.zeros(kv_shape)
+        self.values = torch.zeros(kv_shape)
+        self.tails = torch.zeros(linear, slots, c.linear_conv_kernel_dim - 1, c.conv_dim)
+        heads = (c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim)
+        self.states = torch.zeros(linear, slots, *heads)
+        self._slot_bytes = slot_bytes(config, context)
+        self._slots = slots
         self._free = list(range(slots))
+
+    @property
+    def bytes_total(self) -> int:
+        """Bytes of all tensors."""
+        return self._slots * self._slot_bytes
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes of the slots that are taken."""
+        return (self._slots - len(self._free)) * self._slot_bytes
 
     def can_allocate(self) -> bool:
         """Whether a slot is free."""
         return bool(self._free)
 
     def allocate(self) -> int:
-        """Take the lowest free slot, its tails and states set to zero.
-
-        Keys and values stay: only positions that the new sequence wrote are ever read.
-        """
-        slot = min(self._free)
-        self._free.remove(slot)
-        self.tails[:, slot] = 0
-        self.states[:, slot] = 0
+        """Take the lowest free slot; its tails and states start from zero."""
+        slot = heapq.heappop(self._free)
+        self.tails[:, slot] = 0.0
+        self.states[:, slot] = 0.0
         return slot
 
     def free(self, slot: int) -> None:
         """Give a slot back."""
-        self._free.append(slot)
-
-    @property
-    def bytes_total(self) -> int:
-        """Bytes of all slots."""
-        return self.slots * self.slot_bytes
-
-    @property
-    def bytes_used(self) -> int:
-        """Bytes of the slots that are taken."""
-        return (self.slots - len(self._free)) * self.slot_bytes
-
-
-def slot_bytes(config: Config, max_context: int) -> int:
-    """Bytes of one sequence over all layers."""
-    full, linear = _layer_counts(config)
-    keys = max_context * config.num_key_value_heads * config.head_dim
-    tail = (config.linear_conv_kernel_dim - 1) * config.conv_width
-    state = config.value_width * config.linear_key_head_dim
-    return BYTES * (full * 2 * keys + linear * (tail + state))
-
-
-def fitting_slots(config: Config, max_batch: int, max_context: int, bound: int | None) -> int:
-    """Slots that fit into bound bytes, max_batch at most; ValueError when there is room for none."""
-    if bound is None:
-        return max_batch
-    slots = min(max_batch, bound // slot_bytes(config, max_context))
-    if slots < 1:
-        needed = slot_bytes(config, max_context)
-        raise ValueError(f"cache_bytes {bound} is below the {needed} of a single request")
-    return slots
-
-
-def _layer_counts(config: Config) -> tuple[int, int]:
-    return config.layer_types.count(FULL), config.layer_types.count(LINEAR)
+        heapq.heappush(self._free, slot)

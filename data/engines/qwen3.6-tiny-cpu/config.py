@@ -1,20 +1,18 @@
-"""Reads and checks config.json and generation_config.json."""
+"""Reads and checks config.json (two layouts) and the end tokens of a checkpoint."""
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-LINEAR = "linear_attention"
-FULL = "full_attention"
-TEXT_TYPE = "qwen3_5_moe_text"
-MULTIMODAL_TYPE = "qwen3_5_moe"
+from .checks import boolean, integer, number
+
+LINEAR, FULL = "linear_attention", "full_attention"
 SIZES = (
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
+    "head_dim",
     "linear_num_key_heads",
     "linear_num_value_heads",
     "linear_key_head_dim",
@@ -31,12 +29,20 @@ SIZES = (
 
 @dataclass(frozen=True)
 class Config:
-    """The model's dimensions, by their names in config.json."""
+    """Dimensions of one model, under the names of config.json."""
 
+    prefix: str  # of the text model's tensor names
+    tie_word_embeddings: bool
+    layer_types: tuple[str, ...]
+    rms_norm_eps: float
+    rope_theta: float
+    rotary_dim: int
+    end_tokens: frozenset[int]
     hidden_size: int
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
+    head_dim: int
     linear_num_key_heads: int
     linear_num_value_heads: int
     linear_key_head_dim: int
@@ -48,180 +54,140 @@ class Config:
     shared_expert_intermediate_size: int
     vocab_size: int
     max_position_embeddings: int
-    head_dim: int
-    layer_types: tuple[str, ...]
-    rms_norm_eps: float
-    rope_theta: float
-    rotary_dim: int
-    tie_word_embeddings: bool
-    eos_token_ids: frozenset[int]
-    prefix: str
 
     @property
-    def key_width(self) -> int:
-        """Width of all key heads of a linear-attention layer side by side, G * Dk."""
+    def key_dim(self) -> int:
+        """Width of all key heads of a linear-attention layer side by side."""
         return self.linear_num_key_heads * self.linear_key_head_dim
 
     @property
-    def value_width(self) -> int:
-        """Width of all value heads of a linear-attention layer side by side, H * Dv."""
+    def value_dim(self) -> int:
+        """Width of all value heads of a linear-attention layer side by side."""
         return self.linear_num_value_heads * self.linear_value_head_dim
 
     @property
-    def conv_width(self) -> int:
-        """Channels of the convolution, C = 2 * G * Dk + H * Dv."""
-        return 2 * self.key_width + self.value_width
+    def conv_dim(self) -> int:
+        """Channels of the causal convolution: q, k and v."""
+        return 2 * self.key_dim + self.value_dim
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds; ValueError naming the file when there is none."""
-    if not path.is_file():
-        raise ValueError(f"{path.name} is missing in {path.parent}")
+def read_json(path: Path) -> dict:
+    """The object in a JSON file; ValueError names the file when it is absent or broken."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path.name} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path.name} is missing") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path.name} cannot be read: {error}") from None
+    if not isinstance(found, dict):
         raise ValueError(f"{path.name} does not hold an object")
-    return value
+    return found
 
 
-def read_config(folder: Path) -> Config:
-    """Config of a checkpoint's folder; ValueError naming the field that is wrong or missing."""
-    outer = read_json(folder / "config.json")
-    fields, prefix = _text_fields(outer)
-    _refuse_unsupported(fields)
-    sizes = {name: _size(fields, name) for name in SIZES}
-    head_dim = _head_dim(fields, sizes)
-    _check_ratios(sizes)
-    theta, rotary_dim = _rotary(fields, head_dim)
-    return Config(
-        **sizes,
-        head_dim=head_dim,
-        layer_types=_layer_types(fields, sizes["num_hidden_layers"]),
-        rms_norm_eps=_positive(fields, "rms_norm_eps"),
-        rope_theta=theta,
-        rotary_dim=rotary_dim,
-        tie_word_embeddings=_flag(outer, "tie_word_embeddings"),
-        eos_token_ids=_end_tokens(folder, fields, sizes["vocab_size"]),
-        prefix=prefix,
-    )
-
-
-def _text_fields(outer: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The text model's fields and its tensors' prefix, in either of the two layouts."""
-    kind = _need(outer, "model_type")
-    if kind == TEXT_TYPE:
-        return outer, "model."
-    if kind != MULTIMODAL_TYPE:
-        raise ValueError(f"model_type {kind!r} is not of this engine's family")
-    fields = _need(outer, "text_config")
-    if not isinstance(fields, dict):
-        raise ValueError("text_config is not an object")
-    inner = _need(fields, "model_type")
-    if inner != TEXT_TYPE:
-        raise ValueError(f"model_type {inner!r} of the text model is not supported")
-    return fields, "model.language_model."
-
-
-def _refuse_unsupported(fields: dict[str, Any]) -> None:
-    """Refuse what would change the arithmetic, by the field's name."""
-    allowed = {
-        "hidden_act": ("silu",),
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-        "attn_output_gate": (True,),
-        "output_gate_type": ("swish",),
-        "mlp_only_layers": ([], None),
-        "rope_scaling": (None,),
-    }
-    for name, values in allowed.items():
-        if name in fields and fields[name] not in values:
-            raise ValueError(f"{name} {fields[name]!r} is not supported")
-
-
-def _need(fields: dict[str, Any], name: str) -> Any:
+def _field(fields: dict, name: str) -> object:
+    """A field that must be there."""
     if name not in fields:
         raise ValueError(f"config.json lacks {name}")
     return fields[name]
 
 
-def _size(fields: dict[str, Any], name: str) -> int:
-    value = _need(fields, name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, not {value!r}")
-    return value
+def _text_fields(top: dict) -> tuple[dict, str]:
+    """The text model's fields and the prefix of its tensors, for either layout."""
+    kind = _field(top, "model_type")
+    if kind == "qwen3_5_moe_text":
+        return top, "model."
+    if kind != "qwen3_5_moe":
+        raise ValueError(f"model_type {kind!r} is of another family")
+    text = _field(top, "text_config")
+    if not isinstance(text, dict):
+        raise ValueError("text_config must be an object")
+    if _field(text, "model_type") != "qwen3_5_moe_text":
+        raise ValueError(f"model_type {text['model_type']!r} of text_config is of another family")
+    return text, "model.language_model."
 
 
-def _flag(fields: dict[str, Any], name: str) -> bool:
-    value = _need(fields, name)
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, not {value!r}")
-    return value
+def _refuse_variants(fields: dict) -> None:
+    """What this engine does not compute is refused by the field's name."""
+    fixed = {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attn_output_gate": True,
+        "output_gate_type": "swish",
+        "rope_scaling": None,
+    }
+    for name, wanted in fixed.items():
+        if name in fields and fields[name] != wanted:
+            raise ValueError(f"{name} {fields[name]!r} is not supported")
+    if fields.get("mlp_only_layers"):
+        raise ValueError("mlp_only_layers must be empty")
 
 
-def _positive(fields: dict[str, Any], name: str) -> float:
-    value = _need(fields, name)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{name} must be a positive number, not {value!r}")
-    return float(value)
-
-
-def _head_dim(fields: dict[str, Any], sizes: dict[str, int]) -> int:
-    """head_dim, or its default, an equal share of hidden_size."""
-    if fields.get("head_dim") is not None:
-        return _size(fields, "head_dim")
-    if sizes["hidden_size"] % sizes["num_attention_heads"]:
-        raise ValueError("head_dim is missing and has no whole default")
-    return sizes["hidden_size"] // sizes["num_attention_heads"]
-
-
-def _check_ratios(sizes: dict[str, int]) -> None:
-    if sizes["num_attention_heads"] % sizes["num_key_value_heads"]:
-        raise ValueError("num_key_value_heads does not divide num_attention_heads")
-    if sizes["linear_num_value_heads"] % sizes["linear_num_key_heads"]:
-        raise ValueError("linear_num_key_heads does not divide linear_num_value_heads")
-    if sizes["num_experts_per_tok"] > sizes["num_experts"]:
-        raise ValueError("num_experts_per_tok is above num_experts")
-
-
-def _layer_types(fields: dict[str, Any], count: int) -> tuple[str, ...]:
-    kinds = _need(fields, "layer_types")
+def _layer_types(fields: dict, count: int) -> tuple[str, ...]:
+    """One word per layer."""
+    kinds = _field(fields, "layer_types")
     if not isinstance(kinds, list) or len(kinds) != count:
-        raise ValueError(f"layer_types must be a list of {count} words")
+        raise ValueError(f"layer_types must list {count} layers")
     for kind in kinds:
         if kind not in (LINEAR, FULL):
             raise ValueError(f"layer_types holds {kind!r}")
     return tuple(kinds)
 
 
-def _rotary(fields: dict[str, Any], head_dim: int) -> tuple[float, int]:
-    """rope_theta and the rotary width R; theta may sit at the top level in older configs."""
-    rope = {} if "rope_theta" in fields else _need(fields, "rope_parameters")
-    rope = fields.get("rope_parameters") or rope
+def _rope(fields: dict, head_dim: int) -> tuple[float, int]:
+    """(theta, rotary width R), from rope_parameters or older top-level fields."""
+    if "rope_parameters" not in fields and "rope_theta" not in fields:
+        raise ValueError("config.json lacks rope_parameters")
+    rope = fields.get("rope_parameters", {})
     if not isinstance(rope, dict):
-        raise ValueError("rope_parameters is not an object")
+        raise ValueError("rope_parameters must be an object")
     if rope.get("rope_type", "default") != "default":
         raise ValueError(f"rope_type {rope['rope_type']!r} is not supported")
-    found = {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}
-    for source in (fields, rope):
-        found.update({name: source[name] for name in found if name in source})
-    factor = _positive(found, "partial_rotary_factor")
-    width = round(head_dim * factor)
-    if abs(width - head_dim * factor) > 1e-6 or width % 2 or not 0 < width <= head_dim:
-        raise ValueError(f"partial_rotary_factor {factor} of head_dim {head_dim} gives no even width")
-    return _positive(found, "rope_theta"), width
+    theta = number("rope_theta", rope.get("rope_theta", fields.get("rope_theta", 10000)), 1.0)
+    factor = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 0.25))
+    width = head_dim * number("partial_rotary_factor", factor, 0.0, 1.0)
+    if abs(width - round(width)) > 1e-6 or round(width) % 2:
+        raise ValueError(f"partial_rotary_factor of head_dim gives a rotary width of {width}")
+    return theta, round(width)
 
 
-def _end_tokens(folder: Path, fields: dict[str, Any], vocab_size: int) -> frozenset[int]:
-    """End tokens; ids outside the vocabulary can never be produced and are dropped."""
+def _check_ratios(sizes: dict[str, int]) -> None:
+    """Heads must divide, and no token can choose more experts than there are."""
+    if sizes["num_attention_heads"] % sizes["num_key_value_heads"]:
+        raise ValueError("num_key_value_heads does not divide num_attention_heads")
+    if sizes["linear_num_value_heads"] % sizes["linear_num_key_heads"]:
+        raise ValueError("linear_num_key_heads does not divide linear_num_value_heads")
+    if sizes["num_experts_per_tok"] > sizes["num_experts"]:
+        raise ValueError("num_experts_per_tok is above the number of experts")
+
+
+def _end_tokens(folder: Path, fields: dict) -> frozenset[int]:
+    """End tokens of generation_config.json, else of the config; null there means none."""
     path = folder / "generation_config.json"
-    generation = read_json(path) if path.is_file() else {}
-    given = generation.get("eos_token_id")
-    if given is None:
-        given = _need(fields, "eos_token_id")
-    ids = given if isinstance(given, list) else [] if given is None else [given]
-    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-        raise ValueError(f"eos_token_id must be an integer or a list of them, not {given!r}")
-    return frozenset(i for i in ids if 0 <= i < vocab_size)
+    found = read_json(path).get("eos_token_id") if path.exists() else None
+    if found is None:
+        found = _field(fields, "eos_token_id")
+    if found is None:
+        return frozenset()
+    many = found if isinstance(found, list) else [found]
+    return frozenset(integer("eos_token_id", token, 0) for token in many)
+
+
+def read_config(folder: Path) -> Config:
+    """Config of the checkpoint in `folder`; ValueError names the field at fault."""
+    top = read_json(folder / "config.json")
+    fields, prefix = _text_fields(top)
+    _refuse_variants(fields)
+    sizes = {name: integer(name, _field(fields, name), 1) for name in SIZES}
+    _check_ratios(sizes)
+    theta, rotary_dim = _rope(fields, sizes["head_dim"])
+    return Config(
+        prefix=prefix,
+        tie_word_embeddings=boolean("tie_word_embeddings", _field(top, "tie_word_embeddings")),
+        layer_types=_layer_types(fields, sizes["num_hidden_layers"]),
+        rms_norm_eps=number("rms_norm_eps", _field(fields, "rms_norm_eps"), 0.0),
+        rope_theta=theta,
+        rotary_dim=rotary_dim,
+        end_tokens=_end_tokens(folder, fields),
+        **sizes,
+    )

@@ -1,179 +1,149 @@
-"""The hybrid decoder: embedding, layers of a mixer and experts each, head."""
+"""The hybrid decoder: the forward pass over the rows of a batch."""
+
+from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from .batch import Batch, Group
-from .cache import Cache
+from .batch import Batch, Group, merge
+from .checkpoint import Checkpoint
 from .config import Config
+from .layers import Experts, FullMixer, Layer, LinearMixer, read_layer
 from .operators import (
     attention,
     causal_conv,
+    delta_rule_,
     experts,
-    gated_delta_rule,
     gated_rms_norm,
     linear,
     log_decay,
-    rms_norm,
-    rope,
+    rotate,
     route,
+    scaled_norm,
     swiglu,
 )
-from .weights import Experts, FullAttention, LinearAttention, Weights
+
+
+def rope_tables(config: Config, positions: int) -> tuple[Tensor, Tensor]:
+    """cos and sin [positions, 1, R/2] in float32, of angles taken in float64."""
+    even = torch.arange(0, config.rotary_dim, 2, dtype=torch.float64)
+    frequency = config.rope_theta ** (-even / max(config.rotary_dim, 1))
+    angles = torch.arange(positions, dtype=torch.float64)[:, None, None] * frequency
+    return angles.cos().float(), angles.sin().float()
 
 
 class Model:
-    """Weights and the arithmetic over them; what a sequence remembers is in the cache."""
+    """Weights and forward pass. It holds nothing of any request."""
 
-    def __init__(self, config: Config, weights: Weights) -> None:
-        self._config = config
-        self._weights = weights
-        width = config.rotary_dim
-        exponents = torch.arange(0, width, 2, dtype=torch.float64) / width
-        self._frequencies = config.rope_theta**-exponents  # [R/2]
+    def __init__(self, checkpoint: Checkpoint, config: Config, max_context: int) -> None:
+        """Read all weights; `max_context` bounds the positions."""
+        self.config = config
+        self.layers = [read_layer(checkpoint, config, i) for i in range(config.num_hidden_layers)]
+        self.embedding = checkpoint.text("embed_tokens.weight")
+        self.norm = 1 + checkpoint.text("norm.weight")
+        tied = config.tie_word_embeddings
+        self.head = self.embedding if tied else checkpoint.take("lm_head.weight")
+        self.cos, self.sin = rope_tables(config, max_context)
 
-    def forward(self, batch: Batch, cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
-        """Feed a batch of T tokens, once each -> hidden [T, E], expert ids [layers, T, k].
+    def forward(self, batch: Batch, rows: list[int]) -> tuple[Tensor, list[Tensor]]:
+        """Compute a batch and write the cache; each token may be fed once only.
 
-        Writes keys, values, tails and states of the batch's own slots. hidden is before the
-        final norm.
+        Returns the logits after the tokens of `rows` [len(rows), V] and, per layer, the experts of
+        every token [tokens, k], likeliest first.
         """
-        eps = self._config.rms_norm_eps
-        angles = batch.positions.unsqueeze(1) * self._frequencies
-        hidden = self._weights.embed[batch.tokens]
-        chosen = []
-        full = recurrent = 0
-        for layer in self._weights.layers:
-            x = rms_norm(hidden, layer.input_norm, eps)
-            if isinstance(layer.mixer, LinearAttention):
-                tails, states = cache.tails[recurrent], cache.states[recurrent]
-                hidden = hidden + self._linear_attention(layer.mixer, x, batch, tails, states)
-                recurrent += 1
-            else:
-                keys, values = cache.keys[full], cache.values[full]
-                mixed = self._full_attention(layer.mixer, x, angles, batch, keys, values)
-                hidden = hidden + mixed
-                full += 1
-            x = rms_norm(hidden, layer.post_norm, eps)
-            mixed, ids = self._experts(layer.experts, x)
-            hidden = hidden + mixed
+        eps, chosen = self.config.rms_norm_eps, []
+        rotation = self.cos[batch.positions], self.sin[batch.positions]
+        h = self.embedding[batch.tokens]
+        for layer in self.layers:
+            h += self._mix(layer, scaled_norm(h, layer.input_norm, eps), batch, rotation)
+            mixed, ids = self._experts(layer.experts, scaled_norm(h, layer.expert_norm, eps))
+            h += mixed
             chosen.append(ids)
-        return hidden, torch.stack(chosen)
+        batch.store()
+        return linear(scaled_norm(h[rows], self.norm, eps), self.head), chosen
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Final norm and head: hidden [T, E] -> logits [T, V]."""
-        normed = rms_norm(hidden, self._weights.norm, self._config.rms_norm_eps)
-        return linear(normed, self._weights.head)
+    def _mix(
+        self, layer: Layer, x: Tensor, batch: Batch, rotation: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """The layer's mixer on x [tokens, E]."""
+        if isinstance(layer.mixer, LinearMixer):
+            return self._linear_attention(layer.mixer, layer.index, x, batch.groups)
+        return self._full_attention(layer.mixer, layer.index, x, batch, rotation)
 
     def _linear_attention(
-        self,
-        weights: LinearAttention,
-        x: torch.Tensor,
-        batch: Batch,
-        tails: torch.Tensor,
-        states: torch.Tensor,
-    ) -> torch.Tensor:
-        """Gated DeltaNet: x [T, E] -> [T, E]; tails [slots, W-1, C], states [slots, H, Dk, Dv]."""
-        config = self._config
-        heads, width = config.linear_num_value_heads, config.linear_value_head_dim
-        parts = (config.conv_width, config.value_width, heads, heads)
-        u, z, b, a = linear(x, weights.in_proj).split(parts, dim=-1)
-        g, beta = log_decay(a, weights.a_log, weights.dt_bias), b.sigmoid()
-        out = torch.cat(
-            [
-                self._recur(group, u[rows], g[rows], beta[rows], weights.conv, tails, states)
-                for group in batch.groups
-                for rows in (group.rows,)
-            ]
-        )  # [T, H, Dv]
-        gate = z.reshape(-1, heads, width)
-        y = gated_rms_norm(out, weights.norm, config.rms_norm_eps, gate)
-        return linear(y.flatten(1), weights.out_proj)
+        self, mixer: LinearMixer, index: int, x: Tensor, groups: list[Group]
+    ) -> Tensor:
+        """Gated DeltaNet; x [tokens, E]."""
+        projected = linear(x, mixer.in_proj)
+        mixed = merge([self._delta_net(mixer, index, projected[g.rows], g) for g in groups])
+        return linear(mixed, mixer.out_proj)
 
-    def _recur(
-        self,
-        group: Group,
-        u: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        conv: torch.Tensor,
-        tails: torch.Tensor,
-        states: torch.Tensor,
-    ) -> torch.Tensor:
-        """Convolution and delta rule of B chunks of T tokens: u [B*T, C] -> [B*T, H, Dv].
-
-        The B sequences' heads stand side by side for the recurrence over T.
-        """
-        config, count = self._config, len(group.chunks)
-        widths = (config.key_width, config.key_width, config.value_width)
-        mixed, tails[group.slots] = causal_conv(
-            u.view(count, group.length, -1), tails[group.slots], conv
-        )
-        q, k, v = mixed.transpose(0, 1).split(widths, dim=-1)  # [T, B, ..]
-        key, value = config.linear_key_head_dim, config.linear_value_head_dim
-        g, beta = (
-            each.view(count, group.length, -1).transpose(0, 1).flatten(1) for each in (g, beta)
-        )
-        out, state = gated_delta_rule(
-            q.reshape(group.length, -1, key),
-            k.reshape(group.length, -1, key),
-            v.reshape(group.length, -1, value),
-            g,
-            beta,
-            states[group.slots].flatten(0, 1),
-        )
-        states[group.slots] = state.view(count, *states.shape[1:])
-        out = out.view(group.length, count, -1, value).transpose(0, 1)
-        return out.flatten(0, 1)
+    def _delta_net(
+        self, mixer: LinearMixer, index: int, projected: Tensor, group: Group
+    ) -> Tensor:
+        """What lies between the two projections, for B sequences of T tokens; [B·T, H·Dv]."""
+        c = self.config
+        heads, width = c.linear_num_value_heads, c.linear_value_head_dim
+        key_heads, key_width = c.linear_num_key_heads, c.linear_key_head_dim
+        tail = group.tails[index]
+        rows = projected.view(group.size, group.length, -1)
+        u, z, b, a = rows.split((c.conv_dim, c.value_dim, heads, heads), dim=-1)
+        convolved, new_tail = causal_conv(u, tail, mixer.conv)
+        tail.copy_(new_tail)
+        q, k, v = convolved.split((c.key_dim, c.key_dim, c.value_dim), dim=-1)
+        q = q.unflatten(-1, (key_heads, key_width))
+        k = k.unflatten(-1, (key_heads, key_width))
+        v = v.unflatten(-1, (heads, width))
+        g = log_decay(a, mixer.a_log, mixer.dt_bias)
+        o = delta_rule_(q, k, v, g, b.sigmoid(), group.states[index])
+        z = z.unflatten(-1, (heads, width))
+        return gated_rms_norm(o, z, mixer.norm, c.rms_norm_eps).reshape(-1, c.value_dim)
 
     def _full_attention(
         self,
-        weights: FullAttention,
-        x: torch.Tensor,
-        angles: torch.Tensor,
+        mixer: FullMixer,
+        index: int,
+        x: Tensor,
         batch: Batch,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> torch.Tensor:
-        """Gated attention: x [T, E] -> [T, E]; keys and values [slots, K, P, D]."""
-        config = self._config
-        heads, kv_heads, width = (
-            config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        )
-        parts = [(heads + kv_heads) * width, kv_heads * width, heads * width]
-        qk, v, gate = linear(x, weights.in_proj).split(parts, dim=-1)
-        qk = rms_norm(qk.view(-1, heads + kv_heads, width), weights.qk_norm, config.rms_norm_eps)
-        q, k = rope(qk, angles).split((heads, kv_heads), dim=1)
-        v = v.view(-1, kv_heads, width)
-        out = torch.cat([_attend(group, q, k, v, keys, values) for group in batch.groups])
-        return linear(out.flatten(1) * gate.sigmoid(), weights.out_proj)
+        rotation: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Gated attention; x [tokens, E]."""
+        c = self.config
+        heads, kv_heads, dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        projected = linear(x, mixer.in_proj).view(len(x), -1, dim)
+        qk, v, gate = projected.split((heads + kv_heads, kv_heads, heads), dim=1)
+        qk = F.rms_norm(qk, (dim,), None, c.rms_norm_eps) * mixer.norm
+        q, k = rotate(qk, *rotation).split((heads, kv_heads), dim=1)
+        mixed = self._attend(index, q, k, v, batch) * gate.sigmoid()
+        return linear(mixed.reshape(len(x), -1), mixer.out_proj)
 
-    def _experts(self, weights: Experts, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Routed experts and the shared one: x [T, E] -> [T, E], ids [T, k]."""
-        config, shared = self._config, self._config.shared_expert_intermediate_size
-        parts = (config.num_experts, 1, shared, shared)
-        router, open_, gate, up = linear(x, weights.in_proj).split(parts, dim=-1)
-        chances, ids = route(router, config.num_experts_per_tok)
+    def _attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        """Cache k and v [tokens, K, D] and attend, request by request; returns [tokens, N, D]."""
+        mixed, row = [], 0
+        for chunk in (chunk for group in batch.groups for chunk in group.chunks):
+            rows = slice(row, row + len(chunk.tokens))
+            row, end = rows.stop, chunk.start + len(chunk.tokens)
+            # [positions, K, D], of the valid prefix alone: a slot may hold an old request's NaN.
+            keys = batch.cache.keys[index, chunk.slot, :, :end].transpose(0, 1)
+            values = batch.cache.values[index, chunk.slot, :, :end].transpose(0, 1)
+            keys[chunk.start :] = k[rows]
+            values[chunk.start :] = v[rows]
+            mixed.append(attention(q[rows], keys, values))
+        return merge(mixed)
+
+    def _experts(self, weights: Experts, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Routed and shared experts of x [tokens, E]; returns ([tokens, E], ids [tokens, k])."""
+        c, shared = self.config, self.config.shared_expert_intermediate_size
+        projected = linear(x, weights.in_proj)
+        router, scalar, gate, up = projected.split((c.num_experts, 1, shared, shared), dim=-1)
+        chances, ids = route(router, c.num_experts_per_tok)
         routed = experts(x, chances, ids, weights.gate_up, weights.down)
-        always = linear(swiglu(gate, up), weights.shared_down)
-        return routed + open_.sigmoid() * always, ids
+        always = linear(swiglu(gate, up) * scalar.sigmoid(), weights.shared_down)
+        return routed + always, ids
 
 
-def _attend(
-    group: Group,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-) -> torch.Tensor:
-    """Write k, v [T, K, D] of each chunk into its slot and attend over its valid prefix alone."""
-    out, first = [], group.rows.start
-    for chunk in group.chunks:
-        rows, end = slice(first, first + group.length), chunk.start + group.length
-        past_keys = keys[chunk.slot, :, :end].transpose(0, 1)  # [P, K, D]
-        past_values = values[chunk.slot, :, :end].transpose(0, 1)
-        past_keys[chunk.start :] = k[rows]
-        past_values[chunk.start :] = v[rows]
-        out.append(attention(q[rows], past_keys, past_values))
-        first += group.length
-    return torch.cat(out)
+def read_model(folder: Path, config: Config, max_context: int) -> Model:
+    """The model in `folder`; no reference to its files is kept."""
+    with Checkpoint(folder, config) as checkpoint:
+        return Model(checkpoint, config, max_context)

@@ -1,201 +1,205 @@
-"""The model's operators as plain functions of tensors.
+"""The formulas, one function each, in plain torch: they are what the model calls.
 
-Each computes in float32 at least and returns the format of its input. On a CPU the specification
-is what runs, so naive and kernel are one function.
+Normalisations, decays and the recurrence are computed in float32 at least. Where it says [...],
+any leading axes (a batch of sequences) are allowed.
 """
 
-import math
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
+import torch.nn.functional as F
+from torch import Tensor
+
+L2_EPS = 1e-6
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """x in float32, or as it is when it is wider."""
+def _wide(x: Tensor) -> Tensor:
+    """x in float32, or as it is where it is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """(1 + weight) * x / sqrt(mean(x^2) + eps) over the last axis; weight [C] or as x, [..., C].
+def scaled_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """scale · x / sqrt(mean(x²) + eps) over the last axis; x [..., C], scale [C]."""
+    return F.rms_norm(x, scale.shape, scale, eps)
 
-    The stored weight is the difference from one.
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Zero-centred norm: (1 + weight) · x / sqrt(mean(x²) + eps); x [..., C], weight [C]."""
+    return scaled_norm(_wide(x), 1 + _wide(weight), eps).to(x.dtype)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight · norm(x) · silu(gate); x and gate [..., C], weight [C]."""
+    return (scaled_norm(_wide(x), _wide(weight), eps) * F.silu(_wide(gate))).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + R/2) of the first R dimensions (Su et al. 2021, half-split).
+
+    x [T, heads, D]; cos and sin [T, 1, R/2], in the format of x.
     """
-    normed = _normed(x, eps)
-    return torch.addcmul(normed, normed, weight.to(normed.dtype)).to(x.dtype)
+    half = cos.shape[-1]
+    first, second = x[..., :half], x[..., half : 2 * half]
+    turned = (first * cos - second * sin, second * cos + first * sin, x[..., 2 * half :])
+    return torch.cat(turned, dim=-1)
 
 
-def gated_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.Tensor
-) -> torch.Tensor:
-    """weight * norm(x) * silu(gate); x and gate [..., C], weight [C], here a plain factor."""
-    return (_normed(x, eps) * weight * functional.silu(_wide(gate))).to(x.dtype)
+def rope(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotary embedding of x [T, heads, D] by angles [T, R/2] (float64)."""
+    wide, angles = _wide(x), angles[:, None]
+    return rotate(wide, angles.cos().to(wide.dtype), angles.sin().to(wide.dtype)).to(x.dtype)
 
 
-def _normed(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last axis."""
-    return functional.rms_norm(_wide(x), x.shape[-1:], None, eps)
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal grouped-query attention; q [T, N, D] are the last T of P positions, k and v [P, K, D].
 
-
-def rope(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs (i, i + R/2) of the first R dimensions; x [T, heads, D], angles [T, R/2].
-
-    Su et al. 2021, in its half-split form; dimensions from R on pass unchanged.
+    Query head n reads key/value head n // (N / K). Returns [T, N, D].
     """
-    wide, half = _wide(x), angles.shape[-1]
-    cos = angles.cos().to(wide.dtype).unsqueeze(1)
-    sin = angles.sin().to(wide.dtype).unsqueeze(1)
-    first, second, rest = wide.tensor_split((half, 2 * half), dim=-1)
-    rotated = (first * cos - second * sin, second * cos + first * sin, rest)
-    return torch.cat(rotated, dim=-1).to(x.dtype)
+    (tokens, heads, dim), (positions, kv_heads) = q.shape, k.shape[:2]
+    grouped = q.view(tokens, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
+    scores = torch.bmm(grouped * dim**-0.5, k.permute(1, 2, 0))
+    if tokens > 1:
+        later = torch.ones(tokens, positions, dtype=torch.bool, device=q.device)
+        later = later.triu(positions - tokens + 1)
+        scores.view(kv_heads, -1, tokens, positions).masked_fill_(later, float("-inf"))
+    weights = _wide(scores).softmax(-1).to(q.dtype)
+    mixed = torch.bmm(weights, v.transpose(0, 1)).view(heads, tokens, dim)
+    return mixed.transpose(0, 1)
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention of the last T of P positions; q [T, N, D], k and v [P, K, D] -> [T, N, D].
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up; both [..., C]."""
+    return F.silu(gate) * up
 
-    Query head n reads key and value head n // (N / K).
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [..., in] times the transpose of weight [out, in]."""
+    return F.linear(x, weight)
+
+
+def causal_conv(x: Tensor, tail: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Depthwise causal convolution, then silu; the last tap meets the newest token.
+
+    x [..., T, C]; tail [..., W-1, C] are the inputs before it, oldest first; weight [C, W].
+    Returns ([..., T, C], the new tail).
     """
-    (count, heads, width), (context, kv_heads) = q.shape, k.shape[:2]
-    rows = _wide(q).reshape(count, kv_heads, -1, width).permute(1, 2, 0, 3)
-    rows = rows.reshape(kv_heads, -1, width)  # [K, N/K * T, D]
-    scores = rows @ _wide(k).permute(1, 2, 0) * width**-0.5
-    if count > 1:
-        scores = scores.view(kv_heads, -1, count, context)
-        hidden = torch.ones(count, context, dtype=torch.bool, device=q.device)
-        hidden = hidden.triu(context - count + 1)
-        scores = scores.masked_fill(hidden, -math.inf).view(kv_heads, -1, context)
-    out = scores.softmax(-1) @ _wide(v).transpose(0, 1)
-    out = out.view(kv_heads, -1, count, width).permute(2, 0, 1, 3)
-    return out.reshape(count, heads, width).to(q.dtype)
+    inputs = torch.cat((tail, x), dim=-2)
+    windows = inputs.unfold(-2, weight.shape[-1], 1)  # [..., T, C, W]
+    return F.silu((windows * weight).sum(-1)), inputs[..., x.shape[-2] :, :]
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up; both [T, C]."""
-    return (functional.silu(_wide(gate)) * _wide(up)).to(gate.dtype)
+def log_decay(a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """-exp(a_log) · softplus(a + dt_bias); a [..., H], a_log and dt_bias [H]."""
+    # Above the threshold torch returns x itself: at 40 the difference is below float64's rounding.
+    return -_wide(a_log).exp() * F.softplus(_wide(a) + _wide(dt_bias), threshold=40.0)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x W^T; x [T, in], weight [out, in]."""
-    return functional.linear(x, weight)
+def _per_step(x: Tensor, repeat: int) -> Tensor:
+    """[B, T, heads, D] to [T, B · heads · repeat, 1, D], each head repeated in place."""
+    batch, tokens, heads, dim = x.shape
+    spread = x.transpose(0, 1).unsqueeze(3).expand(tokens, batch, heads, repeat, dim)
+    return spread.reshape(tokens, batch * heads * repeat, 1, dim)
 
 
-def causal_conv(
-    x: torch.Tensor, tail: torch.Tensor, weight: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per-channel causal convolution and silu; x [..., T, C], tail [..., W-1, C], weight [C, W].
+def delta_rule_(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """Gated delta rule (Yang et al. 2024) over T tokens of B sequences; writes `state` in place.
 
-    The tail holds the inputs before x, oldest first; the last tap meets the newest input.
-    Returns y [..., T, C] and the tail [..., W-1, C] for what follows.
+    q, k [B, T, G, Dk] not yet normed; v [B, T, H, Dv]; g (log decay) and beta [B, T, H];
+    state [B, H, Dk, Dv], contiguous. All in one wide format. Returns o [B, T, H, Dv].
     """
-    window = torch.cat((tail, x), dim=-2)
-    taps = _wide(window).unfold(-2, weight.shape[-1], 1)  # [..., T, C, W]
-    y = functional.silu((taps * weight).sum(-1)).to(x.dtype)
-    return y, window[..., x.shape[-2] :, :]
-
-
-def log_decay(a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor) -> torch.Tensor:
-    """-exp(a_log) * softplus(a + dt_bias), never positive; a [T, H], a_log and dt_bias [H]."""
-    shifted = _wide(a) + _wide(dt_bias)
-    softplus = torch.logaddexp(shifted, torch.zeros_like(shifted))
-    return -_wide(a_log).exp() * softplus
+    batch, tokens, heads, dim = v.shape
+    groups, width = q.shape[2:]
+    # x / sqrt(sum(x²) + eps) is rms_norm with eps / width, over sqrt(width); q has one more.
+    q = F.rms_norm(q, (width,), None, L2_EPS / width) * (1 / width)
+    k = F.rms_norm(k, (width,), None, L2_EPS / width) * width**-0.5
+    q, k = _per_step(q, heads // groups), _per_step(k, heads // groups)
+    v, beta = _per_step(v, 1), _per_step(beta.unsqueeze(-1), 1)
+    decay = _per_step(g.exp().unsqueeze(-1), 1)
+    s = state.view(batch * heads, width, dim)
+    out = torch.empty_like(v)
+    for t in range(tokens):
+        s.mul_(decay[t])
+        error = torch.baddbmm(v[t], k[t], s, alpha=-1).mul_(beta[t])
+        s.baddbmm_(k[t].transpose(1, 2), error)
+        torch.bmm(q[t], s, out=out[t])
+    return out.view(tokens, batch, heads, dim).transpose(0, 1)
 
 
 def gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The recurrence of Yang et al. 2024 (arXiv:2412.06464), token by token.
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """delta_rule_ for one sequence, q, k [T, G, Dk] ..., state [H, Dk, Dv]: (o, new state)."""
+    new = _wide(state).clone()[None].contiguous()
+    wide = [_wide(x)[None] for x in (q, k, v, g, beta)]
+    return delta_rule_(*wide, new)[0].to(v.dtype), new[0]
 
-    q and k [T, G, Dk] (normed here), v [T, H, Dv], g (log decay) and beta [T, H],
-    state [H, Dk, Dv] -> o [T, H, Dv], state after the last token. Value head h reads key head
-    h // (H / G). Heads are independent: those of several sequences may stand side by side.
+
+def route(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k likeliest of E experts; logits [T, E] to (weights [T, k] that sum to one, ids [T, k]).
+
+    Likeliest first; equal probabilities go to the lower id, which a stable sort grants.
     """
-    share = v.shape[1] // k.shape[1]
-    queries = (_unit(_wide(q)) * q.shape[-1] ** -0.5).repeat_interleave(share, dim=1).unsqueeze(2)
-    keys = _unit(_wide(k)).repeat_interleave(share, dim=1).unsqueeze(2)  # [T, H, 1, Dk]
-    decay, values = _wide(g).exp()[..., None, None], _wide(v).unsqueeze(2)
-    beta, carried, out = _wide(beta)[..., None, None], _wide(state), []
-    for t in range(v.shape[0]):
-        carried = carried * decay[t]
-        error = (values[t] - keys[t] @ carried) * beta[t]  # [H, 1, Dv]
-        carried = torch.baddbmm(carried, keys[t].transpose(1, 2), error)
-        out.append(queries[t] @ carried)
-    return torch.stack(out).squeeze(2).to(v.dtype), carried.to(state.dtype)
+    chance, ids = _wide(logits).softmax(-1).sort(dim=-1, descending=True, stable=True)
+    chance, ids = chance[:, :k], ids[:, :k]
+    return chance / chance.sum(-1, keepdim=True), ids
 
 
-def _unit(x: torch.Tensor) -> torch.Tensor:
-    """x / sqrt(sum(x^2) + 1e-6) over the last axis."""
-    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+def _experts_few(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Experts for a few tokens: each token's matrices are gathered into one batched product."""
+    (tokens, k), ffn = ids.shape, down.shape[-1]
+    flat = ids.reshape(-1)
+    first = gate_up.index_select(0, flat).view(tokens, k * 2 * ffn, -1)
+    gate, up = torch.bmm(first, x.unsqueeze(-1)).view(tokens, k, 2, ffn).unbind(2)
+    hidden = swiglu(gate, up) * weights.unsqueeze(-1)
+    out = torch.bmm(down.index_select(0, flat), hidden.view(tokens * k, ffn, 1))
+    return out.view(tokens, k, -1).sum(1)
 
 
-def route(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k likeliest experts of each token; logits [T, X] -> weights, ids [T, k].
+def _experts_many(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Experts for many tokens: each touched expert once, with its tokens as rows."""
+    out = x.new_empty(*ids.shape, x.shape[-1])
+    for expert in ids.unique().tolist():
+        rows, choice = (ids == expert).nonzero(as_tuple=True)
+        gate, up = linear(x[rows], gate_up[expert]).chunk(2, dim=-1)
+        out[rows, choice] = linear(swiglu(gate, up), down[expert])
+    return (out * weights.unsqueeze(-1)).sum(1)
 
-    Weights sum to one; likeliest first, and of equal ones the lower id (hence the stable sort).
+
+def experts(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Weighted sum of each token's chosen experts, in the order of its own choice.
+
+    x [T, C]; weights, ids [T, k]; gate_up [E, 2·ffn, C] (gate rows first); down [E, C, ffn].
+    Returns [T, C].
     """
-    ranked, ids = _wide(logits).softmax(-1).sort(dim=-1, descending=True, stable=True)
-    chosen = ranked[:, :k]
-    return chosen / chosen.sum(-1, keepdim=True), ids[:, :k]
+    weights = weights.to(x.dtype)
+    # Gathering copies one expert per choice: cheaper than a loop until that is all of them.
+    few = ids.numel() <= gate_up.shape[0]
+    return (_experts_few if few else _experts_many)(x, weights, ids, gate_up, down)
 
 
-def experts(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-) -> torch.Tensor:
-    """Weighted sum of each token's experts, each touched expert's weights read once.
+@dataclass(frozen=True)
+class Operator:
+    """An operator's specification and what runs on the device: the same on a CPU."""
 
-    x [T, C], weights and ids [T, k], gate_up [X, 2F, C], down [X, C, F] -> [T, C]. A token's terms
-    are added in the order of its own choice, whatever else is in the batch.
-    """
-    flat = ids.flatten()
-    order = flat.argsort(stable=True)
-    touched, counts = flat[order].unique_consecutive(return_counts=True)
-    groups = x[order // ids.shape[1]].split(counts.tolist())
-    terms = torch.empty(len(flat), x.shape[1], dtype=x.dtype, device=x.device)
-    terms[order] = torch.cat(
-        [
-            linear(swiglu(*linear(rows, gate_up[e]).chunk(2, dim=-1)), down[e])
-            for e, rows in zip(touched.tolist(), groups, strict=True)
-        ]
-    )
-    return (_wide(terms).view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+    naive: Callable
+    kernel: Callable
+    rows: range = range(1, 513)
+    mutated: tuple[str, ...] = ()
+    draw: None = None
 
 
-class Operator(NamedTuple):
-    """An operator as the gates see it: specification, what runs, and how to draw arguments."""
-
-    naive: Callable[..., object]
-    kernel: Callable[..., object]
-    rows: range
-    mutated: tuple[str, ...]
-    draw: Callable[..., dict[str, object]] | None
-
-
-def _operator(function: Callable[..., object]) -> Operator:
-    return Operator(naive=function, kernel=function, rows=range(1, 513), mutated=(), draw=None)
-
-
-OPERATORS: dict[str, Operator] = {
-    function.__name__: _operator(function)
-    for function in (
-        rms_norm,
-        gated_rms_norm,
-        rope,
-        attention,
-        swiglu,
-        linear,
-        causal_conv,
-        log_decay,
-        gated_delta_rule,
-        route,
-        experts,
-    )
-}
+_FUNCTIONS = (
+    rms_norm,
+    gated_rms_norm,
+    rope,
+    attention,
+    swiglu,
+    linear,
+    causal_conv,
+    log_decay,
+    gated_delta_rule,
+    route,
+    experts,
+)
+OPERATORS = {function.__name__: Operator(function, function) for function in _FUNCTIONS}

@@ -1,15 +1,18 @@
-"""Sampling parameters of a request, checked."""
+"""Sampling parameters of a request: defaults and checks."""
 
-import math
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from numbers import Integral, Real
-from typing import Any
+
+import torch
+
+from .checks import boolean, integer, integers, number
+
+LARGEST = torch.finfo(torch.float32).max
+SMALLEST = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """What a request may ask for, with the defaults."""
+class Params:
+    """Checked parameters; the names are those of `submit`."""
 
     max_new_tokens: int = 16
     min_tokens: int = 0
@@ -22,96 +25,64 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     seed: int | None = None
-    stop_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: list[int] = field(default_factory=list)
     ignore_eos: bool = False
     logprobs: int = 0
 
-
-NAMES = frozenset(each.name for each in fields(SamplingParams))
-# Lowest and highest value; open ends are checked apart.
-INTEGERS = {
-    "max_new_tokens": (1, math.inf),
-    "min_tokens": (0, math.inf),
-    "top_k": (0, math.inf),
-    "logprobs": (0, 20),
-}
-REALS = {
-    "temperature": (0.0, math.inf),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.0, math.inf),
-}
-ABOVE_ZERO = ("top_p", "repetition_penalty")
+    @property
+    def penalises(self) -> bool:
+        """Whether earlier tokens change the logits."""
+        neutral = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return neutral != (0.0, 0.0, 1.0)
 
 
-def parse_params(params: Mapping[str, Any], vocab_size: int) -> SamplingParams:
-    """A checked copy of a request's params; ValueError names the one at fault."""
-    if not isinstance(params, Mapping):
+def _logit_bias(value: object, vocab_size: int) -> dict[int, float]:
+    """{id: bias}, each bias within float32."""
+    if not isinstance(value, dict):
+        raise ValueError("logit_bias must be a dict of an id to a number")
+    ids = [integer("logit_bias", token, 0, vocab_size - 1) for token in value]
+    biases = [number("logit_bias", bias) for bias in value.values()]
+    return {i: min(max(b, -LARGEST), LARGEST) for i, b in zip(ids, biases, strict=True)}
+
+
+def _top_p(value: object) -> float:
+    """Within (0, 1]."""
+    if number("top_p", value, 0.0, 1.0) == 0.0:
+        raise ValueError("top_p must be above 0")
+    return float(value)
+
+
+def _repetition_penalty(value: object) -> float:
+    """Above 0, within float32."""
+    name = "repetition_penalty"
+    if number(name, value, 0.0) == 0.0:
+        raise ValueError(f"{name} must be above 0")
+    return min(max(float(value), SMALLEST), LARGEST)
+
+
+def read_params(given: object, vocab_size: int) -> Params:
+    """Check a request's params; ValueError names the one at fault."""
+    if not isinstance(given, dict):
         raise ValueError("params must be a dict")
-    for name in params:
-        if name not in NAMES:
-            raise ValueError(f"unknown parameter {name!r}")
-    parsed = SamplingParams(**{name: _parse(name, params[name], vocab_size) for name in params})
-    if parsed.min_tokens > parsed.max_new_tokens:
-        raise ValueError(f"min_tokens {parsed.min_tokens} is above the most tokens allowed")
-    return parsed
-
-
-def parse_integer(name: str, value: Any, low: float, high: float) -> int:
-    """value as an int in [low, high]; ValueError names it otherwise. A bool is not a number."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= value <= high:
-        raise ValueError(f"{name} must be an integer from {low} to {high}, not {value!r}")
-    return int(value)
-
-
-def parse_ids(name: str, values: Any, vocab_size: int) -> list[int]:
-    """A list of token ids; ValueError names the argument when one is not in the vocabulary."""
-    if not isinstance(values, Iterable):
-        raise ValueError(f"{name} must be a list of token ids")
-    return [parse_integer(name, value, 0, vocab_size - 1) for value in values]
-
-
-def _parse(name: str, value: Any, vocab_size: int) -> Any:
-    if name in INTEGERS:
-        return parse_integer(name, value, *INTEGERS[name])
-    if name in REALS:
-        return _real(name, value)
-    if name == "logit_bias":
-        return _bias(name, value, vocab_size)
-    if name == "stop_token_ids":
-        return frozenset(parse_ids(name, value, vocab_size))
-    if name == "seed":
-        return None if value is None else parse_integer(name, value, 0, 2**63 - 1)
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, not {value!r}")
-    return value
-
-
-def _real(name: str, value: Any) -> float:
-    number = _finite(name, value)
-    low, high = REALS[name]
-    if not low <= number <= high or (name in ABOVE_ZERO and number == 0):
-        raise ValueError(f"{name} {number} is out of range")
-    return number
-
-
-def _finite(name: str, value: Any) -> float:
-    """value as a finite float; a number too large for one is refused like an infinite one."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise ValueError(f"{name} must be a number, not {value!r}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be finite")
-    return number
-
-
-def _bias(name: str, value: Any, vocab_size: int) -> dict[int, float]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{name} must be a dict of token ids")
-    ids = parse_ids(name, value.keys(), vocab_size)
-    return dict(zip(ids, (_finite(name, bias) for bias in value.values()), strict=True))
+    known = {one.name for one in fields(Params)}
+    for name in given:
+        if name not in known:
+            raise ValueError(f"params holds an unknown key, {name!r:.60}")
+    most = integer("max_new_tokens", given.get("max_new_tokens", Params.max_new_tokens), 1)
+    checks = {
+        "max_new_tokens": lambda value: most,
+        "min_tokens": lambda value: integer("min_tokens", value, 0, most),
+        "temperature": lambda value: number("temperature", value, 0.0),
+        "top_p": _top_p,
+        "top_k": lambda value: integer("top_k", value, 0),
+        "min_p": lambda value: number("min_p", value, 0.0, 1.0),
+        "presence_penalty": lambda value: number("presence_penalty", value, -2.0, 2.0),
+        "frequency_penalty": lambda value: number("frequency_penalty", value, -2.0, 2.0),
+        "repetition_penalty": _repetition_penalty,
+        "logit_bias": lambda value: _logit_bias(value, vocab_size),
+        "seed": lambda value: None if value is None else integer("seed", value, 0, 2**63 - 1),
+        "stop_token_ids": lambda value: integers("stop_token_ids", value, vocab_size),
+        "ignore_eos": lambda value: boolean("ignore_eos", value),
+        "logprobs": lambda value: integer("logprobs", value, 0, 20),
+    }
+    return Params(**{name: checks[name](value) for name, value in given.items()})

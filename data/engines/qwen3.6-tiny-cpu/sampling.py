@@ -1,114 +1,90 @@
-"""From a row of logits to a token."""
+"""From logits to tokens, each row by its own request's parameters."""
 
-import math
-import random
-from collections.abc import Sequence
+from collections import Counter
 
 import torch
+from torch import Tensor
 
-from .params import SamplingParams
+from .params import LARGEST, SMALLEST, Params
+from .request import Request
 
-
-class Sampler:
-    """One request's rules, counts and random state."""
-
-    def __init__(
-        self,
-        params: SamplingParams,
-        prompt: Sequence[int],
-        vocab_size: int,
-        end_tokens: frozenset[int],
-    ) -> None:
-        self._params = params
-        self._random = random.Random(params.seed)  # seeded by the system when None
-        ends = frozenset() if params.ignore_eos else end_tokens
-        self._stops = ends | params.stop_token_ids
-        self._produced = 0
-        self._bias_ids = torch.tensor(list(params.logit_bias), dtype=torch.long)
-        self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float64)
-        self._penalised = (
-            params.repetition_penalty != 1
-            or params.frequency_penalty != 0
-            or params.presence_penalty != 0
-        )
-        if self._penalised:
-            self._seen = torch.zeros(vocab_size, dtype=torch.bool)
-            self._seen[list(prompt)] = True
-            self._counts = torch.zeros(vocab_size)
-
-    def sample(self, logits: torch.Tensor) -> tuple[int, str | None]:
-        """Token after float32 logits [V], and "stop" or "length" when it is the last one.
-
-        logits are left as they are.
-        """
-        adjusted = self._adjust(logits)
-        greedy = self._params.temperature == 0
-        # Of equal values argmax returns the first, hence the lowest id.
-        token = int(adjusted.argmax()) if greedy else self._draw(adjusted)
-        return token, self._record(token)
-
-    def _record(self, token: int) -> str | None:
-        """Count a token; the reason when it ends the request."""
-        stop = token in self._stops and self._produced >= self._params.min_tokens
-        self._produced += 1
-        if self._penalised:
-            self._seen[token] = True
-            self._counts[token] += 1
-        if stop:
-            return "stop"
-        return "length" if self._produced == self._params.max_new_tokens else None
-
-    def _adjust(self, logits: torch.Tensor) -> torch.Tensor:
-        """Penalties, bias and barred ends, in this order, on a copy when there are any."""
-        params, barred = self._params, self._stops and self._produced < self._params.min_tokens
-        if not (self._penalised or params.logit_bias or barred):
-            return logits
-        z = logits.clone()
-        if self._penalised:
-            factor = params.repetition_penalty
-            z = torch.where(self._seen, torch.where(z > 0, z / factor, z * factor), z)
-            z -= params.frequency_penalty * self._counts
-            z -= params.presence_penalty * (self._counts > 0)
-        if params.logit_bias:
-            z[self._bias_ids] += self._bias.to(z.dtype)
-        if barred:
-            z[list(self._stops)] = -math.inf
-        return z
-
-    def _draw(self, z: torch.Tensor) -> int:
-        """Draw from the filtered distribution by the inverse of its cumulative sum.
-
-        Float64, so that no temperature over- or underflows; the stable sort puts the lower of two
-        equal ids first.
-        """
-        largest = z.max().double()
-        if not largest.isfinite():
-            return int(z.argmax())
-        scaled = (z.double() - largest) / self._params.temperature
-        ranked, ids = scaled.sort(descending=True, stable=True)
-        chances = self._filter(ranked)
-        sums = chances.cumsum(0)
-        target = self._random.random() * sums[-1]
-        place = int(torch.searchsorted(sums, target, right=True))
-        # Rounding may put the target on the last sum: stay on an id that has a chance.
-        return int(ids[min(place, int(chances.count_nonzero()) - 1)])
-
-    def _filter(self, ranked: torch.Tensor) -> torch.Tensor:
-        """Chances of the ids that top_k, top_p and min_p keep, a prefix of ranked [V]."""
-        params = self._params
-        if params.top_k:
-            ranked = ranked[: params.top_k]
-        chances = ranked.softmax(0)
-        if params.top_p < 1:
-            before = chances.cumsum(0) - chances
-            before[0] = 0  # the first is kept, whatever the rounding
-            chances = chances[before < params.top_p]
-        return chances[chances >= params.min_p * chances[0]]
+Sample = tuple[int, float, list[tuple[int, float]] | None]
 
 
-def likeliest(logprobs: torch.Tensor, count: int) -> list[tuple[int, float]] | None:
-    """The count largest of logprobs [V] as (id, logprob), lower id first; None for a count of 0."""
-    if not count:
+def sample(logits: Tensor, requests: list[Request]) -> list[Sample]:
+    """(token, logprob, top_logprobs) for each row of float32 logits [B, V]."""
+    logprobs = logits.log_softmax(-1)
+    tokens = logits.argmax(-1).tolist()  # equal logits: the first, that is the lowest id
+    for i, request in enumerate(requests):
+        if not _is_plain(request):
+            tokens[i] = _choose(_adjust(logits[i], request), request)
+    own = logprobs[range(len(tokens)), tokens].tolist()
+    tops = [_top(row, r.params.logprobs) for row, r in zip(logprobs, requests, strict=True)]
+    return list(zip(tokens, own, tops, strict=True))
+
+
+def _is_plain(request: Request) -> bool:
+    """Whether the token is the largest of the logits as they are."""
+    p = request.params
+    return p.temperature == 0 and not p.penalises and not p.logit_bias and request.may_stop
+
+
+def _top(logprobs: Tensor, k: int) -> list[tuple[int, float]] | None:
+    """The k largest of a row [V] with their ids; equal values by lower id. None for k = 0."""
+    if k == 0:
         return None
-    ranked, ids = logprobs.sort(descending=True, stable=True)
-    return list(zip(ids[:count].tolist(), ranked[:count].tolist(), strict=True))
+    values, ids = logprobs.sort(descending=True, stable=True)
+    return list(zip(ids[:k].tolist(), values[:k].tolist(), strict=True))
+
+
+def _adjust(logits: Tensor, request: Request) -> Tensor:
+    """Penalties, bias and min_tokens, on a copy of a row [V]."""
+    z, p = logits.clone(), request.params
+    if p.penalises:
+        _penalise(z, request)
+    if p.logit_bias:
+        z[list(p.logit_bias)] += torch.tensor(list(p.logit_bias.values()), dtype=z.dtype)
+    if not request.may_stop and request.stop_tokens:
+        z[list(request.stop_tokens)] = float("-inf")
+    return z
+
+
+def _penalise(z: Tensor, request: Request) -> None:
+    """Repetition over prompt and output, then frequency and presence over the output; in place."""
+    p = request.params
+    seen = list(set(request.tokens))
+    found = z[seen]
+    factor = p.repetition_penalty
+    z[seen] = torch.where(found > 0, found / factor, found * factor)
+    counts = Counter(request.tokens[request.prompt_len :])
+    if counts:
+        often = torch.tensor(list(counts.values()), dtype=z.dtype)
+        z[list(counts)] -= p.frequency_penalty * often + p.presence_penalty
+
+
+def _choose(z: Tensor, request: Request) -> int:
+    """A token of the adjusted logits [V]: the largest, or one drawn from what the filters leave."""
+    if request.random is None:
+        return int(z.argmax())
+    chances, ids = _filter(z, request.params)
+    total = chances.double().cumsum(0)
+    drawn = torch.tensor([request.random.random()], dtype=total.dtype) * total[-1]
+    # The first whose sum exceeds the draw is never one of chance zero; those are last.
+    place = int(torch.searchsorted(total, drawn, right=True))
+    return int(ids[min(place, max(int(chances.count_nonzero()) - 1, 0))])
+
+
+def _filter(z: Tensor, p: Params) -> tuple[Tensor, Tensor]:
+    """Chances, descending, and ids that temperature, top_k, top_p and min_p leave; not summing
+    to one. A stable sort gives ties to the lower id."""
+    z, ids = z.sort(descending=True, stable=True)
+    if p.top_k:
+        z, ids = z[: p.top_k], ids[: p.top_k]
+    # The maximum first: a tiny temperature must not overflow. float32 holds no smaller divisor.
+    chances = ((z - z[0]) / min(max(p.temperature, SMALLEST), LARGEST)).softmax(0)
+    if p.top_p < 1:
+        before = chances.double().cumsum(0) - chances
+        chances = torch.where(before < p.top_p, chances, 0.0)
+    if p.min_p > 0:
+        chances = torch.where(chances >= p.min_p * chances[0], chances, 0.0)
+    return chances, ids
