@@ -59,15 +59,15 @@ class History:
 def adjust(
     logits: Tensor, params: Params, history: History | None, stops: tuple[int, ...], generated: int
 ) -> Tensor:
-    """Logits [V] after bias, penalties and filters; removed tokens are -inf."""
+    """Logits [V] after penalties, bias and filters; removed tokens are -inf."""
     x = logits.clone()
-    for token, bias in params.logit_bias.items():
-        x[token] += bias
     if history is not None:
         scaled = torch.where(x > 0, x / params.repetition_penalty, x * params.repetition_penalty)
         x = torch.where(history.seen, scaled, x)
         x = x - params.frequency_penalty * history.output
         x = x - params.presence_penalty * (history.output > 0)
+    for token, bias in params.logit_bias.items():
+        x[token] += bias
     if generated < params.min_tokens and stops:
         x[list(stops)] = float("-inf")
     return _filter(x, params) if params.temperature > 0 else x
