@@ -160,6 +160,13 @@ def test_filters_keep_to_the_allowed_tokens(engine):
     assert drain(engine)[banned][0][0] != first
 
 
+def test_no_hash_makes_noise_that_is_infinite():
+    """Infinite noise would pick a token whatever its probability."""
+    uniform = sys.modules[load_package().__name__ + ".sampler"].uniform
+    least, most = uniform(torch.tensor([0, 2**32 - 1]))
+    assert 0 < least < most < 1
+
+
 def test_sampling_follows_the_distribution():
     """Gumbel picks of 40,000 seeds match a softmax over eight tokens (chi-square, alpha 1e-6)."""
     sampler = sys.modules[load_package().__name__ + ".sampler"]

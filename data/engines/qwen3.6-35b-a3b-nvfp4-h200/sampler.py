@@ -25,9 +25,12 @@ def gumbel(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
     """Gumbel noise [R, vocab] float32 for seeds and positions [R] (int64)."""
     base = mix(mix(seed & MASK32) ^ ((seed >> 32) & MASK32) ^ ((position * 0x9E3779B1) & MASK32))
     ids = torch.arange(vocab, device=seed.device, dtype=torch.int64)
-    bits = mix(base[:, None] ^ mix(ids)[None]) >> 8  # 24 bits
-    uniform = (bits.float() + 0.5) * 2.0**-24
-    return -torch.log(-torch.log(uniform))
+    return -torch.log(-torch.log(uniform(mix(base[:, None] ^ mix(ids)[None]))))
+
+
+def uniform(bits: Tensor) -> Tensor:
+    """Float32 strictly between 0 and 1 of 32 bits; of 24 of them the largest would round to 1."""
+    return ((bits >> 9).float() + 0.5) * 2.0**-23
 
 
 def pick(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(256) pick_part(const PickArgs a) {
     const float x = a.logits[(size_t)row * VOCAB + i], model = a.model_logits[(size_t)row * VOCAB + i];
     float score = x;
     if (temperature > 0.f) {
-      const float uniform = ((mix(base ^ mix(i)) >> 8) + 0.5f) * 5.9604644775390625e-8f;
+      const float uniform = ((mix(base ^ mix(i)) >> 9) + 0.5f) * 1.1920928955078125e-7f;  // never 1
       score = x * inverse - logf(-logf(uniform));
     }
     merge(best, {score, i, model, 1.f});
