@@ -1,5 +1,5 @@
-"""Inference engine for dense Qwen3 models on a CPU, in float32, with continuous batching."""
+"""Inference engine for dense Qwen3 models on a CPU in float32."""
 
-from .engine import load
+from .engine import Engine, load
 
-__all__ = ["load"]
+__all__ = ["Engine", "load"]

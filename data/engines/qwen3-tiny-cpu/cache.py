@@ -1,41 +1,41 @@
-"""The key/value cache: one slot of max_context positions for each running request."""
+"""Key/value cache: one slot of max_context positions for each running request."""
 
 import heapq
 
 import torch
-from torch import Tensor
 
-from .config import Config
+from .config import ModelConfig
+
+
+def slot_bytes(config: ModelConfig, max_context: int) -> int:
+    """Bytes that one request of max_context tokens takes in float32."""
+    values = 2 * config.num_layers * config.num_kv_heads * config.head_dim * max_context
+    return values * torch.float32.itemsize
 
 
 class KVCache:
-    """Keys (after RoPE) and values of all layers, allocated once.
+    """Keys (after RoPE) and values, allocated once.
 
-    keys[i] and values[i] are layer i's [slots, K, max_context, D]: the positions of one head of
-    one request are contiguous.
+    `layers[i]` is [2, slots, K, max_context, D], keys first: the positions of one head of one
+    request are contiguous, which is the order in which decode reads them.
     """
 
-    def __init__(self, config: Config, num_slots: int, max_context: int) -> None:
-        heads, dim = config.num_key_value_heads, config.head_dim
-        shape = (2, config.num_hidden_layers, num_slots, heads, max_context, dim)
-        self._data = torch.zeros(shape, dtype=torch.float32)
+    def __init__(self, config: ModelConfig, num_slots: int, max_context: int) -> None:
+        heads, dim = config.num_kv_heads, config.head_dim
+        self._data = torch.empty(config.num_layers, 2, num_slots, heads, max_context, dim)
         self._free = list(range(num_slots))
-        self.num_slots = num_slots
-        self.keys: list[Tensor] = list(self._data[0])
-        self.values: list[Tensor] = list(self._data[1])
-        self.slot_rows = heads * max_context
-        self.head_rows = torch.arange(heads) * max_context
+        self._num_slots = num_slots
+        self.layers = self._data.unbind(0)
 
     def can_allocate(self) -> bool:
         """Whether a slot is free."""
         return bool(self._free)
 
     def allocate(self) -> int:
-        """Take the lowest free slot.
+        """Take the lowest free slot, so that running requests lie side by side.
 
-        It is zeroed: batched attention reads up to the longest request's length, and a masked
-        position adds exactly nothing only if what the slot's last request left (it may be NaN)
-        is gone.
+        The slot is cleared: requests of different lengths are read together up to the longest, and
+        a masked position must hold a number, as 0 * NaN is NaN.
         """
         slot = heapq.heappop(self._free)
         self._data[:, :, slot].zero_()
@@ -45,23 +45,12 @@ class KVCache:
         """Give a slot back."""
         heapq.heappush(self._free, slot)
 
-    def rows(self, slots: list[int], positions: list[int]) -> Tensor:
-        """Rows [T, K] of each token's heads in a layer seen as [slots · K · max_context, D]."""
-        base = [s * self.slot_rows + p for s, p in zip(slots, positions, strict=True)]
-        return torch.tensor(base).unsqueeze(1) + self.head_rows
-
     @property
     def bytes_total(self) -> int:
-        """Bytes that the cache takes."""
+        """Bytes allocated."""
         return self._data.nbytes
 
     @property
     def bytes_used(self) -> int:
         """Bytes of the slots that are taken."""
-        return self.bytes_total // self.num_slots * (self.num_slots - len(self._free))
-
-
-def slot_bytes(config: Config, max_context: int) -> int:
-    """Bytes of the keys and values of one request of max_context tokens, in float32."""
-    heads = 2 * config.num_hidden_layers * config.num_key_value_heads
-    return heads * max_context * config.head_dim * 4
+        return self._data.nbytes // self._num_slots * (self._num_slots - len(self._free))

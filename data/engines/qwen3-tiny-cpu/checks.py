@@ -1,30 +1,59 @@
-"""Checks of plain values that callers and files hand in."""
+"""Checks of values that come from outside; every refusal names the argument at fault.
 
+The refused value itself stays out of the text: it may be huge, and a tensor or an integer of many
+digits cannot always be printed.
+"""
+
+import json
 import math
+from collections.abc import Iterable
 from numbers import Integral, Real
+from pathlib import Path
 
 
-def is_int(value: object) -> bool:
-    """Whether value is an integer of any kind (numpy's too); a bool is not a number."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+def integer(name: str, value: object, low: int, high: int | None = None) -> int:
+    """`value` as an int in [low, high]; a bool is no number. ValueError names `name`."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise ValueError(f"{name} must be an integer")
+    if value < low or (high is not None and value > high):
+        bound = f"at least {low}" if high is None else f"in {low}..{high}"
+        raise ValueError(f"{name} must be {bound}")
+    return int(value)
 
 
-def is_number(value: object) -> bool:
-    """Whether value is a finite real number within float64; a bool is not a number."""
+def number(name: str, value: object, low: float, high: float = math.inf) -> float:
+    """`value` as a finite float in [low, high]; a bool is no number. ValueError names `name`."""
     if not isinstance(value, Real) or isinstance(value, bool):
-        return False
+        raise ValueError(f"{name} must be a number")
     try:
-        return math.isfinite(float(value))
+        converted = float(value)
     except OverflowError:
-        return False
+        converted = math.inf
+    if not math.isfinite(converted) or not low <= converted <= high:
+        raise ValueError(f"{name} must be a finite number in [{low}, {high}]")
+    return converted
 
 
-def check_ids(name: str, ids: object, vocab_size: int) -> list[int]:
-    """Copy a list of token ids; ValueError naming `name` unless each is in [0, vocab_size)."""
-    if isinstance(ids, str | bytes | dict) or not hasattr(ids, "__iter__"):
-        raise ValueError(f"{name} must be a list of token ids")
-    copied = list(ids)
-    for token in copied:
-        if not is_int(token) or not 0 <= token < vocab_size:
-            raise ValueError(f"{name} holds {token!r}, no id within [0, {vocab_size})")
-    return [int(token) for token in copied]
+def boolean(name: str, value: object) -> bool:
+    """`value` as a bool. ValueError names `name`."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false")
+    return value
+
+
+def integers(name: str, values: object, limit: int) -> list[int]:
+    """A new list of `values`, each an integer in [0, limit). ValueError names `name`."""
+    if not isinstance(values, Iterable) or isinstance(values, str | bytes | dict):
+        raise ValueError(f"{name} must be a list of integers")
+    return [integer(name, value, 0, limit - 1) for value in values]
+
+
+def json_object(path: Path) -> dict:
+    """The JSON object in a file. ValueError names the file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path.name} cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name} must hold a JSON object")
+    return found

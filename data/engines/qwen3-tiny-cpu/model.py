@@ -1,191 +1,110 @@
-"""The forward pass of a dense Qwen3 decoder over a batch of token runs."""
+"""Forward pass of the dense Qwen3 decoder.
 
-import math
-from dataclasses import dataclass
-from typing import NamedTuple
+Symbols: E hidden_size, N query heads, K key/value heads, G = N / K, D head_dim, F MLP width,
+V vocab_size. Weights are [out, in] and carry no bias.
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .batch import AttentionGroup, Batch
 from .cache import KVCache
-from .config import Config
-from .weights import Layer, Weights
+from .config import ModelConfig
+from .weights import LayerWeights, ModelWeights
 
 
-class Segment(NamedTuple):
-    """Consecutive tokens of one sequence to compute; `start` of them are in the cache already."""
+def rope_table(config: ModelConfig, max_context: int) -> Tensor:
+    """Cosines and signed sines [max_context, 2, 1, D] of half-split RoPE (Su et al. 2021).
 
-    slot: int
-    start: int
-    tokens: list[int]
-
-
-class Decode(NamedTuple):
-    """The sequences that feed one token: the first `count` rows of the batch."""
-
-    count: int
-    slots: slice | Tensor
-    length: int
-    mask: Tensor | None  # additive [count, 1, 1, length]
-
-
-class Prefill(NamedTuple):
-    """A sequence that feeds several tokens: rows begin..end of the batch."""
-
-    begin: int
-    end: int
-    slot: int
-    length: int
-    mask: Tensor  # additive [end - begin, length]
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What all layers share in one forward pass over T tokens."""
-
-    rotation: Tensor  # complex [T, 1, D/2]
-    cache_rows: Tensor  # [T, K]
-    decode: Decode | None
-    prefills: list[Prefill]
-
-
-class Model:
-    """Weights and rotary table of one model."""
-
-    def __init__(self, config: Config, weights: Weights, max_context: int) -> None:
-        self._config = config
-        self._weights = weights
-        self._rotations = rotations(config, max_context)
-        self._hidden_floor = norm_floor(config.hidden_size, config.rms_norm_eps)
-        self._head_floor = norm_floor(config.head_dim, config.rms_norm_eps)
-
-    def forward(self, segments: list[Segment], cache: KVCache, rows: list[int]) -> Tensor:
-        """Compute the segments, T tokens in all, and write their keys and values to the cache.
-
-        Segments of one token come first. Returns the logits [len(rows), V] that follow the tokens
-        at `rows`, indices into the T tokens in the order of the segments.
-        """
-        batch = self._prepare(segments, cache)
-        ids = torch.tensor([token for segment in segments for token in segment.tokens])
-        hidden = self._weights.embed.index_select(0, ids)
-        for layer, keys, values in zip(
-            self._weights.layers, cache.keys, cache.values, strict=True
-        ):
-            attended = self._attention(layer, hidden, batch, keys, values)
-            hidden.addmm_(attended, layer.o_t)
-            gate_up = F.linear(normalise(hidden, self._hidden_floor), layer.gate_up)
-            gate, up = gate_up.chunk(2, -1)
-            hidden.addmm_(F.silu(gate).mul_(up), layer.down_t)
-        last = hidden.index_select(0, torch.tensor(rows, dtype=torch.int64))
-        last = normalise(last, self._hidden_floor).mul_(self._weights.norm)
-        return F.linear(last, self._weights.head)
-
-    def _prepare(self, segments: list[Segment], cache: KVCache) -> Batch:
-        """Work out what does not depend on the layer."""
-        slots = [segment.slot for segment in segments for _ in segment.tokens]
-        positions = [s.start + i for s in segments for i in range(len(s.tokens))]
-        singles = [segment for segment in segments if len(segment.tokens) == 1]
-        return Batch(
-            rotation=self._rotations.index_select(0, torch.tensor(positions)).unsqueeze(1),
-            cache_rows=cache.rows(slots, positions),
-            decode=plan_decode(singles) if singles else None,
-            prefills=plan_prefills(segments[len(singles) :], len(singles)),
-        )
-
-    def _attention(
-        self, layer: Layer, hidden: Tensor, batch: Batch, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        """Attention of one layer over hidden [T, E], before the output matrix: [T, N·D]."""
-        heads, kv_heads = self._config.num_attention_heads, self._config.num_key_value_heads
-        dim = self._config.head_dim
-        qkv = F.linear(normalise(hidden, self._hidden_floor), layer.qkv).view(len(hidden), -1, dim)
-        qk = normalise(qkv[:, : heads + kv_heads], self._head_floor).mul_(layer.qk_norm)
-        qk = rotate(qk, batch.rotation)
-        at = (batch.cache_rows,)
-        keys.view(-1, dim).index_put_(at, qk[:, heads:])
-        values.view(-1, dim).index_put_(at, qkv[:, heads + kv_heads :])
-        query = qk[:, :heads]
-        parts = [prefill_attention(query, keys, values, prefill) for prefill in batch.prefills]
-        if batch.decode is not None:
-            parts.insert(0, decode_attention(query, keys, values, batch.decode))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def rotations(config: Config, max_context: int) -> Tensor:
-    """RoPE (Su et al. 2021) as complex numbers [max_context, D/2]: e^(i p theta^(-2i/D))."""
+    With a = p * theta^(-2i/D): x1 cos a - x2 sin a and x2 cos a + x1 sin a are x * cos + roll(x,
+    D/2) * sin, where cos = (cos a, cos a) and sin = (-sin a, sin a).
+    """
     half = torch.arange(config.head_dim // 2, dtype=torch.float64)
     frequencies = config.rope_theta ** (-2 * half / config.head_dim)
-    angles = torch.outer(torch.arange(max_context, dtype=torch.float64), frequencies)
-    return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+    angles = torch.arange(max_context, dtype=torch.float64)[:, None] * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    table = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1)
+    return table.float().unsqueeze(2)
 
 
-def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn the pairs of each head: x [T, heads, D], rotation complex [T, 1, D/2]."""
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * rotation).flatten(-2)
+class Qwen3:
+    """The model's weights and the pass over them; positions up to max_context."""
 
+    def __init__(self, config: ModelConfig, weights: ModelWeights, max_context: int) -> None:
+        self.config = config
+        self.queries_per_kv = config.num_heads // config.num_kv_heads
+        self._weights = weights
+        self._rope = rope_table(config, max_context)
+        # Row per head, queries first: both norms are one product over the fused projection.
+        heads = torch.tensor([config.num_heads, config.num_kv_heads])
+        self._qk_norms = [
+            torch.stack([layer.q_norm, layer.k_norm]).repeat_interleave(heads, 0)
+            for layer in weights.layers
+        ]
 
-def norm_floor(width: int, eps: float) -> Tensor:
-    """What `normalise` needs of RMSNorm's eps over `width` values: sqrt(width · eps)."""
-    return torch.tensor(math.sqrt(width * eps), dtype=torch.float32)
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        """Feed a batch, append its keys and values to the cache; last layer's states [rows, E]."""
+        hidden = F.embedding(batch.tokens, self._weights.embedding)
+        cos, sin = self._rope[batch.positions].unbind(1)
+        layers = zip(self._weights.layers, self._qk_norms, cache.layers, strict=True)
+        for layer, qk_norm, kv in layers:
+            x = self._norm(hidden, layer.input_norm)
+            queries = self._project(x, layer, qk_norm, cos, sin, batch, kv)
+            attended = self._attention(queries, batch, kv)
+            hidden.addmm_(attended, layer.output.t())
+            gate, up = F.linear(self._norm(hidden, layer.mlp_norm), layer.gate_up).chunk(2, -1)
+            hidden.addmm_(F.silu(gate).mul_(up), layer.down.t())
+        return hidden
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [rows, V] of last-layer states [rows, E]."""
+        return F.linear(self._norm(hidden, self._weights.norm), self._weights.head)
 
-def normalise(x: Tensor, floor: Tensor) -> Tensor:
-    """RMSNorm (Zhang and Sennrich 2019) over the last axis, without weight and sqrt(C).
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """w * x / sqrt(mean(x^2) + eps) over the last axis (Zhang and Sennrich 2019)."""
+        return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
 
-    x / sqrt(mean(x²) + eps) = sqrt(C) · x / sqrt(sum(x²) + C·eps); sqrt(C) is in the weights.
-    """
-    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(floor)
+    def _project(
+        self,
+        x: Tensor,
+        layer: LayerWeights,
+        qk_norm: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: Batch,
+        kv: Tensor,
+    ) -> Tensor:
+        """Queries [rows, N * D] of x [rows, E]; keys and values go to kv [2, slots, K, P, D]."""
+        config = self.config
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        qkv = F.linear(x, layer.qkv)
+        qk = qkv[:, : (heads + kv_heads) * dim].view(-1, heads + kv_heads, dim)
+        normed = F.rms_norm(qk, (dim,), None, config.rms_norm_eps).mul_(qk_norm)
+        # The result overwrites the raw projection, where keys and values stay adjacent.
+        torch.mul(normed, cos, out=qk).addcmul_(normed.roll(dim // 2, -1), sin)
+        key_value = qkv[:, heads * dim :].view(-1, 2, kv_heads, dim)
+        kv[:, batch.slots, :, batch.positions] = key_value
+        return qkv[:, : heads * dim]
 
+    def _attention(self, queries: Tensor, batch: Batch, kv: Tensor) -> Tensor:
+        """Causal grouped-query attention of queries [rows, N * D] over kv [2, slots, K, P, D]."""
+        attended = queries.new_empty(queries.shape)
+        for group in batch.groups:
+            self._attend(queries[group.rows], attended[group.rows], group, kv)
+        return attended
 
-def plan_decode(segments: list[Segment]) -> Decode:
-    """Pad sequences of different lengths to the longest; no mask where they are equal."""
-    lengths = [segment.start + 1 for segment in segments]
-    slots = [segment.slot for segment in segments]
-    longest = max(lengths)
-    mask = None
-    if min(lengths) < longest:
-        beyond = torch.arange(longest) >= torch.tensor(lengths).unsqueeze(1)
-        mask = additive(beyond)[:, None, None]
-    # Neighbouring slots are read in place; others have to be gathered.
-    adjacent = slots == list(range(slots[0], slots[0] + len(slots)))
-    select = slice(slots[0], slots[0] + len(slots)) if adjacent else torch.tensor(slots)
-    return Decode(len(segments), select, longest, mask)
+    def _attend(
+        self, queries: Tensor, attended: Tensor, group: AttentionGroup, kv: Tensor
+    ) -> None:
+        """Attention of one group; fills attended [n * T, N * D].
 
-
-def plan_prefills(segments: list[Segment], begin: int) -> list[Prefill]:
-    """Rows and causal masks of runs of several tokens; the first starts at row `begin`."""
-    prefills = []
-    for slot, start, tokens in segments:
-        length = start + len(tokens)
-        beyond = torch.arange(length) > torch.arange(start, length).unsqueeze(1)
-        prefills.append(Prefill(begin, begin + len(tokens), slot, length, additive(beyond)))
-        begin += len(tokens)
-    return prefills
-
-
-def additive(beyond: Tensor) -> Tensor:
-    """0 where a position may be seen, -inf where not."""
-    return torch.zeros(beyond.shape).masked_fill_(beyond, -math.inf)
-
-
-def decode_attention(query: Tensor, keys: Tensor, values: Tensor, decode: Decode) -> Tensor:
-    """One query per sequence: query [T, N, D], keys and values [slots, K, P, D] -> [count, N·D].
-
-    The N/K query heads of a kv head stand where attention has query positions, since all of
-    them see the same positions: each key is read once.
-    """
-    count, slots, length, mask = decode
-    grouped = query[:count].unflatten(1, (keys.shape[1], -1))
-    seen = keys[:, :, :length][slots], values[:, :, :length][slots]
-    return F.scaled_dot_product_attention(grouped, *seen, attn_mask=mask).flatten(1)
-
-
-def prefill_attention(query: Tensor, keys: Tensor, values: Tensor, prefill: Prefill) -> Tensor:
-    """A run of tokens of one sequence, causal: query [T, N, D] -> [end - begin, N·D]."""
-    begin, end, slot, length, mask = prefill
-    run = query[begin:end].transpose(0, 1).unsqueeze(0)
-    seen = keys[None, slot, :, :length], values[None, slot, :, :length]
-    attended = F.scaled_dot_product_attention(run, *seen, attn_mask=mask, enable_gqa=True)
-    return attended[0].transpose(0, 1).flatten(1)
+        The G query heads of a key/value head are rows of one product, so that keys and values
+        are read as they lie, without a repeated copy. Scores are scaled by 1 / sqrt(D).
+        """
+        kv_heads, dim = self.config.num_kv_heads, self.config.head_dim
+        split = (-1, group.length, kv_heads, self.queries_per_kv, dim)
+        q = queries.view(split).permute(0, 2, 3, 1, 4)  # [n, K, G, T, D]
+        keys, values = kv[:, group.slots, :, : group.context]
+        out = F.scaled_dot_product_attention(q.flatten(2, 3), keys, values, group.mask)
+        attended.view(split).copy_(out.view(q.shape).permute(0, 3, 1, 2, 4))

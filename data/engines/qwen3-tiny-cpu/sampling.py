@@ -1,95 +1,95 @@
-"""From logits to tokens."""
+"""From logits to a token: penalties, bias, filters and the draw of one request."""
 
-import math
-from typing import NamedTuple
+from collections import Counter
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from .params import Params
-from .scheduler import Request
-
-# The least positive normal float32: no temperature below it can be told from it.
-SMALLEST = torch.finfo(torch.float32).tiny
+from .params import SamplingParams
 
 
-class Sample(NamedTuple):
-    """A sampled token with its log-probability under the model's own distribution."""
+class Sampler:
+    """Random state, counts and stop tokens of one request."""
 
-    token: int
-    logprob: float
-    top_logprobs: list[tuple[int, float]] | None
+    def __init__(
+        self, params: SamplingParams, prompt: list[int], end_tokens: frozenset[int]
+    ) -> None:
+        self._params = params
+        self._prompt_ids = frozenset(prompt)
+        self._output_counts: Counter[int] = Counter()
+        self._stop_ids = params.stop_token_ids | (
+            frozenset() if params.ignore_eos else end_tokens
+        )
+        self._adjusts = bool(
+            params.repetition_penalty != 1.0
+            or params.frequency_penalty
+            or params.presence_penalty
+            or params.logit_bias
+        )
+        self._generator = np.random.default_rng(params.seed) if params.temperature else None
 
+    def sample(self, logits: np.ndarray, num_produced: int) -> tuple[int, bool]:
+        """Choose a token from float32 logits [V], which stay as they are.
 
-def sample(logits: Tensor, requests: list[Request]) -> list[Sample]:
-    """Sample one token for each row of logits [B, V], which are overwritten.
+        `num_produced` tokens of the answer came before. Returns the token and whether it is a stop.
+        """
+        may_stop = num_produced >= self._params.min_tokens
+        if self._adjusts or not may_stop:
+            logits = self._adjusted(logits, may_stop)
+        # numpy's argmax gives the first of equal values, so the lowest id.
+        token = int(logits.argmax()) if self._generator is None else self._draw(logits)
+        self._output_counts[token] += 1
+        return token, may_stop and token in self._stop_ids
 
-    Greedy rows take the largest logit, of equal ones the lowest id (what argmax promises).
-    """
-    logprobs = torch.log_softmax(logits, -1)
-    for row, request in zip(logits, requests, strict=True):
-        adjust(row, request)
-    tokens = logits.argmax(-1).tolist()
-    for i, request in enumerate(requests):
-        if request.params.temperature > 0:
-            tokens[i] = draw(logits[i], request.params, request.random.random())
-    chosen = logprobs.gather(1, torch.tensor(tokens, dtype=torch.int64).unsqueeze(1)).flatten().tolist()
-    tops = [top(row, r.params.logprobs) for row, r in zip(logprobs, requests, strict=True)]
-    return [Sample(*parts) for parts in zip(tokens, chosen, tops, strict=True)]
+    def _adjusted(self, logits: np.ndarray, may_stop: bool) -> np.ndarray:
+        """Logits [V] in float64 after penalties, bias and the ban of stop tokens."""
+        params = self._params
+        z = logits.astype(np.float64)
+        with np.errstate(over="ignore"):
+            if params.repetition_penalty != 1.0:
+                seen = list(self._prompt_ids | self._output_counts.keys())
+                known, penalty = z[seen], params.repetition_penalty
+                z[seen] = np.where(known > 0, known / penalty, known * penalty)
+            counts = np.array(list(self._output_counts.values()), dtype=np.float64)
+            produced = list(self._output_counts)
+            z[produced] -= params.frequency_penalty * counts + params.presence_penalty
+            z[list(params.logit_bias)] += list(params.logit_bias.values())
+        if not may_stop:
+            z[list(self._stop_ids)] = -np.inf
+        return z
 
+    def _draw(self, logits: np.ndarray) -> int:
+        """Draw an id from logits [V]: temperature, top_k, top_p, min_p, in this order.
 
-def adjust(logits: Tensor, request: Request) -> None:
-    """Apply penalties, bias and min_tokens to one row [V] in place.
-
-    Sources: Keskar et al. 2019 (repetition), OpenAI API reference (frequency and presence).
-    """
-    params = request.params
-    if params.repetition_penalty != 1:
-        ids = torch.tensor(request.tokens).unique()
-        seen = logits[ids]
-        penalty = params.repetition_penalty
-        logits[ids] = torch.where(seen > 0, seen / penalty, seen * penalty)
-    if request.num_output_tokens and (params.frequency_penalty or params.presence_penalty):
-        output = torch.tensor(request.tokens[request.num_prompt_tokens :])
-        ids, counts = output.unique(return_counts=True)
-        logits[ids] -= params.frequency_penalty * counts + params.presence_penalty
-    if params.logit_bias is not None:
-        ids, biases = params.logit_bias
-        logits[ids] += biases
-    if request.num_output_tokens < params.min_tokens:
-        logits[list(request.stop_ids)] = -math.inf
-
-
-def draw(logits: Tensor, params: Params, uniform: float) -> int:
-    """Draw an id from adjusted logits [V] by inverting the cumulative sum at uniform in [0, 1).
-
-    Sorted once (equal values by lower id), so that top_k, top_p (Holtzman et al. 2019) and min_p
-    (Nguyen et al. 2024) each keep a prefix.
-    """
-    ordered, ids = logits.sort(descending=True, stable=True)
-    if params.top_k:
-        ordered = ordered[: params.top_k]
-    scaled = (ordered - ordered[0]) / max(params.temperature, SMALLEST)
-    probabilities = torch.softmax(scaled, -1)
-    if params.top_p < 1:
-        before = probabilities.cumsum(0, dtype=torch.float64) - probabilities
-        probabilities = prefix(probabilities, before < params.top_p)
-    if params.min_p:
-        probabilities = prefix(probabilities, probabilities >= params.min_p * probabilities[0])
-    # Zeros stand last: the cumulative sum may round up to its end only within the others.
-    cumulative = prefix(probabilities, probabilities > 0).cumsum(0, dtype=torch.float64)
-    index = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
-    return int(ids[min(index, len(cumulative) - 1)])
-
-
-def prefix(values: Tensor, keep: Tensor) -> Tensor:
-    """The leading values [n] that keep marks; at least one, also where NaN compares false."""
-    return values[: max(1, int(keep.sum()))]
+        The candidates are kept in descending order, equal values by id, so that each filter cuts
+        a prefix.
+        """
+        params = self._params
+        z = np.nan_to_num(logits.astype(np.float64), nan=-np.inf, neginf=-np.inf)
+        ids = np.argsort(-z, kind="stable")[: params.top_k or None]
+        probabilities = _softmax(z[ids], params.temperature)
+        kept = np.searchsorted(probabilities.cumsum(), params.top_p) + 1
+        probabilities = probabilities[:kept]
+        probabilities = probabilities[probabilities >= params.min_p * probabilities[0]]
+        cumulative = probabilities.cumsum()
+        # Staying below the total and searching for the first sum above the point can only meet
+        # an id whose own probability is not zero.
+        point = self._generator.random() * cumulative[-1]
+        point = min(point, np.nextafter(cumulative[-1], 0.0))
+        return int(ids[np.searchsorted(cumulative, point, side="right")])
 
 
-def top(logprobs: Tensor, count: int) -> list[tuple[int, float]] | None:
-    """The `count` largest of logprobs [V] as (id, logprob), equal ones by lower id."""
-    if not count:
+def _softmax(z: np.ndarray, temperature: float) -> np.ndarray:
+    """Softmax of z / temperature for z [k] in descending order; uniform if all are -inf."""
+    if z[0] == -np.inf:
+        return np.full(len(z), 1.0 / len(z))
+    with np.errstate(over="ignore"):
+        weights = np.exp((z - z[0]) / temperature)
+    return weights / weights.sum()
+
+
+def top_logprobs(logprobs: np.ndarray, count: int) -> list[tuple[int, float]] | None:
+    """The `count` likeliest (id, logprob) of logprobs [V], equal values by id; None for 0."""
+    if count == 0:
         return None
-    values, ids = logprobs.sort(descending=True, stable=True)
-    return list(zip(ids[:count].tolist(), values[:count].tolist(), strict=True))
+    ids = np.argsort(-logprobs, kind="stable")[:count]
+    return [(int(token), float(logprobs[token])) for token in ids]
