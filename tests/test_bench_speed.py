@@ -66,7 +66,7 @@ def gate(monkeypatch, tmp_path):
 
 class _NoEngine:
     class process:
-        level = "none"
+        level, sockets = "none", False
 
     def __init__(self, *args: object) -> None:
         pass
