@@ -165,7 +165,9 @@ def test_an_interrupt_in_the_middle_leaves_no_process(tmp_path):
 
 
 def test_find_engine_and_manifest(tmp_path):
-    assert find_engine("qwen3-tiny-cpu") == REFERENCE
+    """The folder named like the spec comes before others that list it."""
+    assert find_engine("qwen3-tiny-cpu") == ENGINES / "qwen3-tiny-cpu"
+    assert find_engine("qwen3-8b-bf16-tp4-h200") == ENGINES / "qwen3-8b-bf16-tp-h200"
     with pytest.raises(InputError, match="no-such-spec"):
         find_engine("no-such-spec")
     with pytest.raises(InputError, match=r"engine\.json"):

@@ -266,7 +266,7 @@ def test_formats_are_those_of_the_quantisers():
 
 
 def test_it_answers_in_its_own_process():
-    with Engine.open("qwen3.6-tiny-cpu") as engine:
+    with Engine.open(FOLDER) as engine:
         said = engine.chat("hello", max_new_tokens=5, on_text=lambda text: None)
         again = engine.chat("hello", max_new_tokens=5, on_text=lambda text: None)
         _, ids = engine.process.score([1, 2, 3], [2], routing=True)
