@@ -28,7 +28,7 @@ def kill_matrix(table: pd.DataFrame) -> Figure:
         figure = Figure(figsize=(6.75, 0.9 + 0.21 * len(gates)))
         axes = figure.subplots()
         colours = ListedColormap(["#FFFFFF", BLUE, VERMILION])
-        axes.pcolormesh(kills.T, cmap=colours, vmin=0, vmax=2, edgecolors="#DDDDDD", linewidth=0.2)
+        axes.pcolormesh(kills.T, cmap=colours, vmin=0, vmax=2, edgecolors="#EEEEEE", linewidth=0.1)
         labels = [f"{gate} ({n})" for gate, n in zip(gates, (kills > 0).sum(axis=0), strict=True)]
         axes.set_yticks([i + 0.5 for i in range(len(gates))], labels)
         axes.invert_yaxis()

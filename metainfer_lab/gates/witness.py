@@ -191,7 +191,7 @@ def _load(package: ModuleType, checkpoint: Path, **changed: Any) -> Any:
 def _logits(package: ModuleType, world: World) -> dict[str, np.ndarray]:
     return {
         f"{folder.name}, {len(prompt)} tokens": _load(package, folder).score(
-            prompt, list(range(len(prompt)))
+            prompt, list(range(len(prompt)))[::-1]
         )
         for folder in world.good
         for prompt in world.prompts[:3]
