@@ -19,7 +19,7 @@ from metainfer_lab.gates import audit as room
 from metainfer_lab.gates.audit import Audit, audit
 from metainfer_lab.gates.mutants import Mutant, catalogue, families
 from metainfer_lab.gates.witness import Witness
-from metainfer_lab.gates.worker import Judged, Worker
+from metainfer_lab.gates.worker import Judged, Worker, brief
 from metainfer_lab.paths import ENGINES, tree_hash
 from metainfer_lab.show import audit_html
 
@@ -203,6 +203,14 @@ def test_what_fails_an_audit(judged):
     assert part.passed and not part.whole
     with pytest.raises(InputError, match="whole"):
         part.record()
+
+
+def test_reasons_name_no_folder_of_this_machine():
+    assert brief("OSError: '/tmp/a-1/b/c.py' at 3 tok/s") == "OSError: '…/c.py' at 3 tok/s"
+    audit = Audit.recorded()
+    words = [word for one in (*audit.mutants, *audit.fakes) for word in one.by.values()]
+    assert audit.passed and len(words) > 200
+    assert not [word for word in words if brief(word) != word]
 
 
 def test_a_fake_that_dies_of_something_else_does_not_count(worker, monkeypatch):

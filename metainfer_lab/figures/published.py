@@ -20,6 +20,7 @@ from metainfer_lab.bench.compare import floors
 from metainfer_lab.bench.workload import Workload
 from metainfer_lab.errors import InputError
 from metainfer_lab.figures.bounds import floors_by_batch
+from metainfer_lab.figures.matrix import kill_matrix
 from metainfer_lab.figures.performance import single_stream, throughput
 from metainfer_lab.figures.process import running_best, timeline
 from metainfer_lab.figures.style import style
@@ -221,6 +222,12 @@ def _sources(spec: str) -> tuple[Path, ...]:
     return MEASURED, REPORTED, *engine_logs.speaking_logs(paths.RUNS / f"{spec}-a1")
 
 
+def _matrix() -> pd.DataFrame:
+    from metainfer_lab.gates.audit import Audit
+
+    return Audit.recorded().table()
+
+
 def _tries(run: str, workload: str) -> pd.DataFrame:
     return ledger.best_so_far(ledger.read(paths.RUNS / run / "ledger.tsv"), workload)
 
@@ -239,6 +246,7 @@ PUBLISHED: dict[str, Published] = {
     "generation_smollm2": Published(
         timeline, _turns, lambda: (paths.RUNS / _GENERATION / "transcript.jsonl",)
     ),
+    "kill_matrix": Published(kill_matrix, _matrix, lambda: (paths.RESULTS / "audit.json",)),
     "floors_h200": Published(
         floors_by_batch,
         _floors,

@@ -130,7 +130,7 @@ class Worker:
             verdict = verify(folder, spec=Spec.load(one.spec), gates=gates, oracle=self.oracle)
             is_mutant = isinstance(one, Mutant) and not one.is_fake
             witness = self.world(one.engine).witness(folder) if is_mutant else None
-        by = {gate.gate: gate.reason for gate in verdict.gates if gate.status == "fail"}
+        by = {gate.gate: brief(gate.reason) for gate in verdict.gates if gate.status == "fail"}
         return Judged(
             name=one.name,
             engine=one.engine,
@@ -150,6 +150,11 @@ class Worker:
         if engine not in self.worlds:
             self.worlds[engine] = World.make(engine, self.folder / engine, self.oracle)
         return self.worlds[engine]
+
+
+def brief(reason: str) -> str:
+    """Without the folders of the machine that it was found on: a record is read elsewhere."""
+    return re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "…/", reason)
 
 
 def _flaw(one: Subject, by: dict[str, str], witness: Witness | None) -> str | None:
