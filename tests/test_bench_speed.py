@@ -107,9 +107,10 @@ def test_nan_rate_is_no_pass(gate):
     assert gate(FP32, [float("nan")], products=[50], tokens=RIGHT).failures
 
 
-def test_busy_machine_is_not_judged(gate):
+@pytest.mark.parametrize("beside", [[50, 10, 50, 10, 50], [*[50] * 9, 1]], ids=["often", "once"])
+def test_busy_machine_is_not_judged(gate, beside):
     with pytest.raises(NotJudged, match="busy"):
-        gate(FP32, [45, 45, 45, 45, 45], products=[50, 10, 50, 10, 50], tokens=RIGHT)
+        gate(FP32, [45] * len(beside), products=beside, tokens=RIGHT)
 
 
 def test_other_machine_or_no_goals_is_not_judged(gate):

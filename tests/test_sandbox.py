@@ -59,8 +59,10 @@ print([
 @pytest.mark.parametrize("level", RUNGS)
 def test_the_environment_is_a_list_of_ours(tmp_path, monkeypatch, level):
     monkeypatch.setenv("ANTHROPIC_API_KEY", "secret")
+    monkeypatch.setenv("OMP_NUM_THREADS", "97")
     done = python("import os; print(dict(os.environ))", tmp_path, level)
     seen = eval(done.stdout)
+    assert seen["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))  # as the rivals, always
     assert "ANTHROPIC_API_KEY" not in seen
     assert seen["HOME"] != str(Path.home())
     assert seen["NCCL_NVLS_ENABLE"] == "0"

@@ -19,6 +19,8 @@ from metainfer_lab.spec import Goals
 CHECKED_SHARE = 0.1
 # A rival whose 80th percentile is this many times its 20th was not alone on the machine.
 BUSY = 1.5
+# So was one with a single run that took this many times as long as its best.
+STALLED = 3.0
 # Share of all processors that others may use when the clock starts, and how long it may take.
 QUIET_PERCENT, PATIENCE_S = 30, 60
 
@@ -76,9 +78,11 @@ def _quiet() -> bool:
 def _busy(measured: Measurement) -> str | None:
     """Whether something else was at work; told by the rivals, while the engine stood still."""
     for rival in measured.rivals:
-        rates = spread(measured.rates(rival))
-        if rates.p80 > BUSY * rates.p20:
-            return f"the machine was busy: {rival} ran at {rates.p20:.3g} to {rates.p80:.3g} tok/s"
+        rates = measured.rates(rival)
+        usual = spread(rates)
+        if usual.p80 > BUSY * usual.p20 or max(rates) > STALLED * min(rates):
+            span = f"{min(rates):.3g} to {max(rates):.3g} tok/s"
+            return f"the machine was busy: {rival} ran at {span}"
     return None
 
 

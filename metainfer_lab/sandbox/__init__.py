@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from metainfer_lab.hardware import usable_cores
 from metainfer_lab.sandbox.packages import interpreter, link_packages
 from metainfer_lab.sandbox.rungs import LIMITS, Level, Policy, Sandbox, choose, leaks, wrap
 
@@ -24,7 +25,7 @@ __all__ = ["LIMITS", "Completed", "Confined", "Level", "Sandbox", "Tail", "choos
 
 MOST_PROCESSES = 512  # that a confined command may have; counted, since root has no RLIMIT_NPROC
 KEPT_OUTPUT = 64 << 10  # characters of a stream that are kept from its beginning and from its end
-PASSED_ON = ("LANG", "LC_ALL", "TZ", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+PASSED_ON = ("LANG", "LC_ALL", "TZ", "CUDA_VISIBLE_DEVICES")
 # NVLink multicast writes through fabric-wide resources that a killed process may not give back
 NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
@@ -113,8 +114,9 @@ class Confined:
             "TORCH_EXTENSIONS_DIR": str(self.scratch / "torch_extensions"),
             "TORCHINDUCTOR_CACHE_DIR": str(self.scratch / "inductor"),
         }
-        if threads is not None:
-            own |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        # Never the caller's own number: an engine is timed beside rivals that use every core.
+        count = str(threads or usable_cores())
+        own |= {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}
         return passed | own | NO_MULTICAST
 
     def __enter__(self) -> Confined:
