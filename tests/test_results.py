@@ -124,16 +124,27 @@ def test_parallel_writers_lose_nothing(tmp_path):
     assert results.read(path)["timestamp"].nunique() == 8
 
 
-def test_rows_of_another_tree_are_an_earlier_version(tmp_path, monkeypatch):
+def test_rows_of_another_tree_or_gate_are_an_earlier_version(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "ENGINES", tmp_path)
-    folder = tmp_path / "mine"
-    folder.mkdir()
+    monkeypatch.setattr(paths, "RESULTS", tmp_path)
+    folder, verdict = tmp_path / "mine", tmp_path / "verdicts" / "v1.json"
+    for made in (folder, verdict.parent):
+        made.mkdir()
     (folder / "engine.json").write_text("{}")
+    verdict.write_text('{"gates": [{"gate": "logits", "version": 2}]}')
     tree = paths.tree_hash(folder)
-    rows = results.table([row(engine="mine", engine_tree=tree), row(engine="vllm")])
-    assert list(results.with_currency(rows)["version"]) == ["current", ""]
+    rows = results.table([row(engine="mine", engine_tree=tree, verdict="v1"), row(engine="vllm")])
+
+    def versions(**gates: int) -> list[str]:
+        return [*results.with_currency(rows, gates)["version"]]
+
+    assert versions(logits=2, drift=9) == ["current", ""]
+    assert versions(logits=3) == ["earlier version", ""], "a gate has changed"
+    verdict.rename(tmp_path / "gone")
+    assert versions(logits=2) == ["earlier version", ""], "no record of the verdict"
+    (tmp_path / "gone").rename(verdict)
     (folder / "step.py").write_text("x = 1\n")
-    assert list(results.with_currency(rows)["version"]) == ["earlier version", ""]
+    assert versions(logits=2) == ["earlier version", ""], "another tree"
 
 
 def entry(**changes: object) -> dict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -205,21 +206,34 @@ def _separator(path: Path) -> str:
     return "\t" if path.suffix == ".tsv" else ","
 
 
-def with_currency(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows with a column `version`: whether the engine measured is the engine of today.
+def with_currency(rows: pd.DataFrame, gates: Mapping[str, int]) -> pd.DataFrame:
+    """Rows with a column `version`: whether engine and verdict are those of today.
 
-    `current` where engine_tree is the tree hash of data/engines/<engine>, `earlier version` where
-    it is not, empty for what has no tree here (baselines, reported numbers).
+    gates: version of each gate as it is now. `current` where engine_tree is the tree hash of
+    data/engines/<engine> and every gate of the row's verdict is of today's version, `earlier
+    version` where one of them is not, empty for what has no tree here (baselines, reported
+    numbers).
     """
     trees = {
         name: paths.tree_hash(paths.ENGINES / name)
         for name in rows["engine"].unique()
         if (paths.ENGINES / name / "engine.json").exists()
     }
+    verdicts = {name: _of_today(name, gates) for name in rows["verdict"].dropna().unique()}
 
     def version(row: pd.Series) -> str:
         if pd.isna(row["engine_tree"]):
             return ""
-        return "current" if row["engine_tree"] == trees.get(row["engine"]) else "earlier version"
+        same = row["engine_tree"] == trees.get(row["engine"]) and verdicts.get(row["verdict"], True)
+        return "current" if same else "earlier version"
 
     return rows.assign(version=[version(row) for _, row in rows.iterrows()])
+
+
+def _of_today(verdict: str, gates: Mapping[str, int]) -> bool:
+    """Whether the published verdict of this hash was given by gates of these versions."""
+    path = paths.RESULTS / "verdicts" / f"{verdict}.json"
+    if not path.is_file():
+        return False
+    judged = json.loads(path.read_text())["gates"]
+    return all(gates.get(gate["gate"]) == gate["version"] for gate in judged)

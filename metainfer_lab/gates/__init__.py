@@ -36,7 +36,7 @@ from metainfer_lab.sandbox import Sandbox
 from metainfer_lab.spec import Spec
 
 __all__ = ["GATES", "Failure", "Gate", "GateVerdict", "NotJudged", "Trial", "Verdict", "verify"]
-
+__all__ += ["versions"]
 
 OWN_FILES = Path(__file__).parent
 
@@ -63,6 +63,11 @@ GATES: dict[str, Gate] = {
     "parallel": Gate(1, "several ranks against one and the oracle; a lost rank", parallel),
     "speed": Gate(1, "the goals, beside what they compare with; some timed tokens checked", speed),
 }
+
+
+def versions() -> dict[str, int]:
+    """Version of each gate as it is now."""
+    return {name: gate.version for name, gate in GATES.items()}
 
 
 def verify(
@@ -108,7 +113,7 @@ def verify(
         gates=verdicts,
         passed=all(verdict.status != "fail" for verdict in verdicts),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions=_versions(),
+        versions=_libraries(),
     )
 
 
@@ -152,6 +157,6 @@ def _device(spec: Spec) -> str:
     return "cuda" if spec.hardware != "cpu" and Path("/dev/nvidia0").exists() else "cpu"
 
 
-def _versions() -> dict[str, str]:
+def _libraries() -> dict[str, str]:
     names = ("torch", "transformers", "numpy", "safetensors")
     return {"python": platform.python_version()} | {n: importlib.metadata.version(n) for n in names}
