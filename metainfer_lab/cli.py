@@ -133,13 +133,14 @@ def verify(
     engine: EngineName,
     gates: Annotated[str | None, typer.Option(help="comma-separated; all where left out")] = None,
     spec: ForSpec = None,
+    jobs: Annotated[int, typer.Option(help="gates asked at once")] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Ask the gates whether an engine is right."""
     show = None if as_json else (lambda verdict: print(verdict, flush=True))
     chosen = gates.split(",") if gates else None
     wanted = lab.Spec.load(spec) if spec else None
-    verdict = lab.verify(engine, spec=wanted, gates=chosen, on_gate=show)
+    verdict = lab.verify(engine, spec=wanted, gates=chosen, on_gate=show, jobs=jobs)
     say(verdict, as_json)
     finish(verdict.passed)
 

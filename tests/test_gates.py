@@ -42,6 +42,16 @@ def test_a_right_engine_passes(spec):
     assert again == verdict and again.hash == verdict.hash
 
 
+def test_gates_asked_at_once_give_one_verdict_in_the_order_of_gates():
+    """Slow. Processes of their own: what a fixture patches is not patched there."""
+    seen = []
+    asked = {"gates": ["parallel", "limits", "speed"], "on_gate": seen.append}
+    verdict = verify(REFERENCE, spec=Spec.load("qwen3-tiny-cpu"), jobs=2, **asked)
+    assert [gate.gate for gate in verdict.gates] == ["limits", "parallel", "speed"]
+    assert [gate.status for gate in verdict.gates] == ["pass", "pass", "not_judged"]
+    assert verdict.passed and verdict.sandbox != "none" and len(seen) == 3
+
+
 def test_no_manifest_is_the_engines_failure_and_a_wrong_gate_the_callers(tmp_path, spec):
     folder = tmp_path / "engine"
     shutil.copytree(REFERENCE, folder)

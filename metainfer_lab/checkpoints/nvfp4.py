@@ -22,7 +22,8 @@ E4M3_MIN = 2.0**-9  # the least positive one, a subnormal
 
 @dataclass(frozen=True)
 class Nvfp4:
-    """codes uint8 [..., K/2]; block_scale float8_e4m3fn [..., K/16]; global_scale float32 []."""
+    """codes uint8 [..., K/2]; block_scale float8_e4m3fn [..., K/16]; global_scale float32 [], or
+    [..., 1, 1] where several matrices are stacked."""
 
     codes: Tensor
     block_scale: Tensor
@@ -78,7 +79,7 @@ def encode_e2m1(values: Tensor) -> Tensor:
 def decode_e2m1(codes: Tensor) -> Tensor:
     """float32 values of uint8 codes 0 .. 15; code 8 is minus zero."""
     magnitudes = torch.tensor(E2M1, device=codes.device)
-    return torch.cat([magnitudes, -magnitudes])[codes.long()]
+    return torch.cat([magnitudes, -magnitudes])[codes.int()]
 
 
 def pack(codes: Tensor) -> Tensor:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
+import multiprocessing
 import platform
 import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,11 +82,13 @@ def verify(
     seed: int | None = None,
     sandbox: Sandbox = "auto",
     oracle: Oracle | None = None,
+    jobs: int = 1,
 ) -> Verdict:
     """Run gates (all when None) on an engine, a spec's engine or an engine folder.
 
     seed: only to repeat a verdict; without it every input is drawn from the system's randomness.
-    oracle: one that is running already; without it one is started, and ended, here.
+    oracle: one that is running already; without it one is started, and ended, here. jobs: gates
+    asked at once, each in a process with an oracle of its own; speed comes last, alone.
     The engine's own faults become failures; InputError is for what the caller got wrong.
     """
     folder, spec = _target(engine, spec)
@@ -91,6 +96,9 @@ def verify(
 
     before, tree = tree_hash(OWN_FILES), tree_hash(folder)
     seed = random.SystemRandom().getrandbits(64) if seed is None else seed
+    if jobs > 1 and len(chosen) > 1:
+        asked = partial(verify, folder, spec=spec, seed=seed, sandbox=sandbox)
+        return _side_by_side(asked, chosen, jobs, on_gate)
     verdicts: list[GateVerdict] = []
     with tempfile.TemporaryDirectory(prefix="metainfer-gates-") as work:
         trial = Trial(folder, spec, _device(spec), sandbox, Path(work).resolve(), _oracle=oracle)
@@ -115,6 +123,45 @@ def verify(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=_libraries(),
     )
+
+
+def _side_by_side(
+    asked: partial[Verdict],
+    chosen: list[str],
+    jobs: int,
+    on_gate: Callable[[GateVerdict], None] | None,
+) -> Verdict:
+    """One verdict of gates that are asked at once; in the order of GATES whoever ends first."""
+    folder, spec = asked.args[0], asked.keywords["spec"]
+    with tempfile.TemporaryDirectory() as work:  # what all of them read is made once, before
+        Trial(folder, spec, _device(spec), "auto", Path(work)).real()
+    parts: dict[str, Verdict] = {}
+
+    def take(name: str, part: Verdict) -> None:
+        parts[name] = part
+        if on_gate is not None:
+            on_gate(part.gates[0])
+
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        waiting = {pool.submit(asked, gates=[name]): name for name in chosen if name != "speed"}
+        for one in as_completed(waiting):
+            take(waiting[one], one.result())
+    if "speed" in chosen:
+        take("speed", asked(gates=["speed"]))
+    gates = [parts[name].gates[0] for name in chosen]
+    return parts[chosen[0]].model_copy(
+        update={
+            "sandbox": max((part.sandbox for part in parts.values()), key=_openness),
+            "gates": gates,
+            "passed": all(gate.status != "fail" for gate in gates),
+            "created": max(part.created for part in parts.values()),
+        }
+    )
+
+
+def _openness(sandbox: str) -> tuple[bool, int]:
+    """Orders what gates say of their sandbox; one that started no candidate says `none`."""
+    return sandbox != "none", len(sandbox)
 
 
 def _judged(name: str, trial: Trial, hashes: tuple[str, str]) -> GateVerdict:

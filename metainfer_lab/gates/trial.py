@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from metainfer_lab import checkpoints
-from metainfer_lab.checkpoints import fullsize
+from metainfer_lab.checkpoints import fullsize, seeded
 from metainfer_lab.checkpoints.planted import Planted
 from metainfer_lab.checkpoints.planted_dense import planted_dense
 from metainfer_lab.checkpoints.planted_qwen36 import planted_qwen36
@@ -129,14 +129,16 @@ class Trial:
         return layout | {"quantised": True, "oracle": self._oracles()}
 
     def real(self) -> Path | None:
-        """The spec's own checkpoint, where its weights can be had without a model hub."""
+        """The spec's own checkpoint, where its weights can be had without a model hub; one of full
+        size that is drawn from a seed where there is a GPU to draw it and to answer for it."""
         return self._real
 
     @cached_property
     def _real(self) -> Path | None:
         """A small one as a copy, so that it is handled like those made here."""
         source = self.spec.checkpoint.source
-        if source not in checkpoints.KNOWN and not Path(source).expanduser().is_dir():
+        drawn = source == seeded.FULL_SIZE and self.device == "cuda"
+        if not (drawn or source in checkpoints.KNOWN or Path(source).expanduser().is_dir()):
             return None
         found = checkpoints.fetch(self.spec)
         if _bytes(found) > SMALL_BYTES:

@@ -61,16 +61,27 @@ class Weights:
 
 
 class Files(Mapping[str, torch.Tensor]):
-    """The tensors of a checkpoint folder by name, each read on demand."""
+    """The tensors of a checkpoint folder by name, each read on demand.
+
+    A GPU with room for the files, as they are stored, reads each once: a pass then costs seconds.
+    """
 
     def __init__(self, folder: Path, device: torch.device):
         self.open, self.where = ExitStack(), {}
-        for path in sorted(folder.glob("*.safetensors")):
+        paths = sorted(folder.glob("*.safetensors"))
+        for path in paths:
             file = self.open.enter_context(safe_open(path, framework="pt", device=str(device)))
             self.where |= dict.fromkeys(file.keys(), file)
+        size = sum(path.stat().st_size for path in paths)
+        keeps = device.type == "cuda" and 2 * size < torch.cuda.mem_get_info(device)[0]
+        self.kept: dict[str, torch.Tensor] | None = {} if keeps else None
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self.where[name].get_tensor(name)
+        if self.kept is None:
+            return self.where[name].get_tensor(name)
+        if name not in self.kept:
+            self.kept[name] = self.where[name].get_tensor(name)
+        return self.kept[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.where)
