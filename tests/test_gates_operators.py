@@ -13,6 +13,7 @@ from torch.nn import functional
 from metainfer_lab.checkpoints import nvfp4
 from metainfer_lab.gates import verify
 from metainfer_lab.gates.formulas import KNOWN, Draw, attention, dequantise_nvfp4, rms_norm, rope
+from metainfer_lab.gates.launches import kernels, own, undeclared
 from metainfer_lab.gates.memory import BATCH, CONTEXT, Predicted
 from metainfer_lab.gates.mutants import catalogue
 from metainfer_lab.gates.operators import BLOCKS, _sizes, rounded, row_error
@@ -26,6 +27,7 @@ REFERENCE = ENGINES / "qwen3-reference"
 SPEC = Spec.load("qwen3-tiny-cpu")
 KILLED = {
     "norm-counts-256-columns": ("operators", "rms_norm"),
+    "kernel-of-its-own": ("operators", "narrow_kernel: is launched"),
     "window-of-256": ("drift", "300 steps of decode"),
     "keeps-finished-requests": ("memory", "more Python objects"),
 }
@@ -46,7 +48,8 @@ def test_a_right_engine_passes():
 @pytest.mark.parametrize("name", KILLED)
 def test_a_fault_dies_in_words(tmp_path, name):
     gate, words = KILLED[name]
-    mutant = next(one for one in catalogue("mutants", "qwen3") if one.name == name)
+    wrong = catalogue("mutants", "qwen3") + catalogue("fakes", "qwen3")
+    mutant = next(one for one in wrong if one.name == name)
     verdict = verify(mutant.apply(tmp_path / "wrong"), spec=SPEC, gates=[gate])
     assert not verdict.passed and words in str(verdict), str(verdict)
 
@@ -56,6 +59,40 @@ def test_an_engine_without_pairs_is_not_judged_on_a_cpu(monkeypatch):
     verdict = verify("smollm2-135m-fp32-cpu", gates=["operators", "parallel"])
     assert verdict.passed and {gate.status for gate in verdict.gates} == {"not_judged"}
     assert "OPERATORS" in verdict.gates[0].reason and "one rank" in verdict.gates[1].reason
+
+
+CUDA = """extern "C" __global__ void __launch_bounds__(32 * (2 + 2)) fold(const float *x) {}
+template <int N> __global__ void spare(float *x) {}
+"""
+PYTHON = """import triton
+from . import naive
+@triton.jit
+def helper(x): return x
+@triton.jit
+def add_kernel(x): helper(x)
+def total(x): add_kernel[(1,)](x)
+def by_name(name): return lambda x: x.launch(name)
+class Pair:
+    def __init__(self, naive, kernel: "spare"): self.kernel = kernel
+PAIRS = [naive.add, total]
+OPERATORS = {"add": Pair(*PAIRS)}
+def step(x, names=("fold",)): return x.launch(names[0])
+"""
+
+
+def test_kernels_without_a_pair_are_read_from_the_source(tmp_path):
+    (tmp_path / "fold.cu").write_text(CUDA)
+    (tmp_path / "__init__.py").write_text(PYTHON)
+    assert kernels(tmp_path) == {"helper", "add_kernel", "fold", "spare"}
+    assert undeclared(tmp_path) == ["fold"]  # nobody launches spare by this name
+    declared = PYTHON + "OPERATORS |= {'fold': Pair(naive.fold, by_name('fold'))}\n"
+    (tmp_path / "__init__.py").write_text(declared)
+    assert not undeclared(tmp_path)
+    (tmp_path / "__init__.py").write_text(PYTHON.replace("[naive.add, total]", "[]"))
+    assert undeclared(tmp_path) == ["add_kernel", "fold"]
+    seen = {"void spare<3>(float*)", "add_kernel", "made_at_run_time_4", "nvjet_sm90_tst_mma"}
+    seen |= {"void at::native::vectorized_elementwise_kernel<4>(int)", "Memcpy DtoD (Device)"}
+    assert own(seen, tmp_path) == {"spare", "add_kernel", "made_at_run_time_4"}
 
 
 def test_formulas_are_those_of_torch(rng):

@@ -122,6 +122,7 @@ class Host:
         self.package: ModuleType | None = None
         self.engine: Any = None
         self.unfinished: set[int] = set()
+        self.watch: Any = None
 
     def serve_one(self) -> bool:
         """Answer one command; False when there is nothing more to serve."""
@@ -257,6 +258,24 @@ class Host:
     def do_compare(self, name: str, **case: Any) -> dict[str, Any]:
         """Both forms of an operator on arguments that it draws itself."""
         return self._pairs().both(self.package.OPERATORS[name], engine=self.engine, **case)
+
+    def do_watch(self) -> dict[str, Any]:
+        """Note from now on which kernels the GPU runs."""
+        from torch.profiler import ProfilerActivity, profile
+
+        self.watch = profile(activities=[ProfilerActivity.CUDA])
+        self.watch.start()
+        return {}
+
+    def do_launched(self) -> dict[str, Any]:
+        """Names of the kernels, copies and fills that ran since, those of CUDA graphs too."""
+        import torch
+
+        torch.cuda.synchronize()
+        self.watch.stop()
+        on_gpu = torch.autograd.DeviceType.CUDA
+        events = (event for event in self.watch.events() if event.device_type == on_gpu)
+        return {"kernels": sorted({event.name for event in events})}
 
     def _pairs(self) -> ModuleType:
         return sys.modules.get("pairs") or _module("pairs", _beside("pairs.py"))

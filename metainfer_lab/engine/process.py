@@ -186,6 +186,14 @@ class EngineProcess:
         answer = self._call(how, **case)
         return {name: value for name, value in answer.items() if isinstance(value, np.ndarray)}
 
+    def watch(self) -> None:
+        """Note from now on which kernels rank 0's GPU runs, for `launched`."""
+        self._call("watch")
+
+    def launched(self) -> list[str]:
+        """Names of the kernels that ran since `watch`, as the profiler has them."""
+        return self._call("launched")["kernels"]
+
     @property
     def sockets(self) -> bool:
         """Whether the process may open any: ranks speak through them, and only bubblewrap gives

@@ -55,7 +55,7 @@ class Gate(NamedTuple):
 GATES: dict[str, Gate] = {
     "alone": Gate(2, "imports, size, no forbidden module loaded at run time", alone),
     "weights": Gate(2, "each tensor matters; bad checkpoints are refused by name", weights),
-    "operators": Gate(1, "each kernel against its naive form in float64, at edges", operators),
+    "operators": Gate(2, "each kernel against its naive form in float64, at edges", operators),
     "logits": Gate(2, "score against the oracle: rows, likeliest tokens, chosen experts", logits),
     "decode": Gate(2, "submit and step: text that is known, text scored by the oracle", decode),
     "batching": Gate(2, "an answer does not depend on neighbours, arrivals, cancels", batching),

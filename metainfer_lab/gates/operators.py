@@ -1,7 +1,8 @@
 """operators: each pair of an engine's OPERATORS, its kernel against its naive form in float64.
 
 Where no kernel is bound, on a CPU, the naive form in float32 takes its place. Operators that
-formulas.py knows are tried on the gate's own inputs, against its own formulas too.
+formulas.py knows are tried on the gate's own inputs, against its own formulas too. What an engine
+launches without a pair is judged by nobody, so it fails.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 
 from metainfer_lab.engine import EngineError, EngineProcess
 from metainfer_lab.gates.formulas import Draw, Known, known
+from metainfer_lab.gates.launches import kernels, own, undeclared
 from metainfer_lab.gates.tolerances import OPERATOR
 from metainfer_lab.gates.trial import Trial
 from metainfer_lab.gates.verdict import NotJudged
@@ -26,14 +28,17 @@ Form = Literal["naive", "kernel"]
 
 def operators(trial: Trial) -> None:
     """Sizes one below, at and one above the edge of a block, and some drawn on the spot."""
-    checkpoint = trial.tiny() if trial.device == "cpu" else trial.shallow()
-    with trial.candidate(checkpoint) as engine:
+    on_gpu = trial.device == "cuda"
+    checkpoint = trial.shallow() if on_gpu else trial.tiny()
+    with trial.candidate(checkpoint, max_batch=_streams(trial)) as engine:
         pairs = engine.operators()
-        if pairs is None and trial.device == "cpu":
+        if pairs is None and not (on_gpu or kernels(trial.folder)):
             raise NotJudged("the engine names no OPERATORS; on a CPU it has no kernels to judge")
         if pairs is None:
             trial.findings.fail("OPERATORS", "missing; each kernel has its naive form there")
             return
+        if on_gpu:
+            engine.watch()
         formulas, undrawn = known(trial.dims.family), []
         for name, pair in pairs.items():
             sizes = [*_sizes(trial.rng, range(*pair["rows"]), CASES[trial.device])]
@@ -43,9 +48,36 @@ def operators(trial: Trial) -> None:
                 undrawn += [] if _by_pair(trial, engine, name, sizes) else [name]
             else:
                 trial.findings.fail(name, "draws no arguments, and is none that the gate knows")
+        alone = _launched_alone(trial, engine) if on_gpu else undeclared(trial.folder)
+    for kernel in alone:
+        detail = "is launched, and no pair in OPERATORS leads to it: nobody judges it"
+        trial.findings.fail(kernel, detail)
     if undrawn and not trial.findings.cases:
         raise NotJudged("the operators do not take the dimensions of a small model")
+    trial.findings.case()  # of launches
     trial.findings.note = f"in a small model's dimensions none of {undrawn}" if undrawn else ""
+
+
+def _streams(trial: Trial) -> int:
+    """The batch of the timed run, where other kernels may serve it than serve a small one."""
+    return trial.spec.workload.concurrency if trial.device == "cuda" else 4
+
+
+def _launched_alone(trial: Trial, engine: EngineProcess) -> list[str]:
+    """The engine's kernels that prefill and decode launch, alone and in a full batch, and that no
+    pair has launched since the watch began."""
+    judged = own(engine.launched(), trial.folder)
+    vocab, params = trial.dims.vocab_size, {"max_new_tokens": 4, "ignore_eos": True}
+    engine.watch()
+    for streams in (1, _streams(trial)):
+        for _ in range(streams):
+            engine.submit(trial.prompt(70, vocab), params)
+        engine.finish()
+    engine.score(trial.prompt(70, vocab), [69])
+    seen = engine.launched()
+    if not seen:
+        raise NotJudged("the profiler sees no kernel on this GPU: what is launched is not known")
+    return sorted(own(seen, trial.folder) - judged)
 
 
 def _sizes(rng: np.random.Generator, rows: range, count: int) -> Iterator[tuple[int, int]]:
