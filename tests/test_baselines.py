@@ -90,13 +90,16 @@ def packages(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("in_process", [True, False])
-def test_vllm_is_stepped_and_its_streams_kept_apart(packages, in_process):
+def test_vllm_is_stepped_and_its_streams_kept_apart(packages, monkeypatch, tmp_path, in_process):
     packages(vllm=VLLM, torch=TORCH)
-    with Vllm(Path("anything"), 3, 64, in_process=in_process) as rival:
+    (tmp_path / "config.json").write_text('{"vision_config": {}}')
+    monkeypatch.setenv("METAINFER_VLLM", '{"seed": 1}')
+    with Vllm(tmp_path, 3, 64, in_process=in_process) as rival:
         first, second = rival.sample(PROMPTS, WORKLOAD), rival.sample(PROMPTS, WORKLOAD)
     assert first.tokens == second.tokens == [[n + i for i in range(1, 7)] for n in (10, 20, 30)]
     assert rival.describe()["process"] == ("in-process" if in_process else "default")
     assert rival.versions["vllm"] == "0.0-stub" and rival.describe()["prefix_cache"] == "off"
+    assert rival.describe()["language_model_only"] is True and rival.describe()["seed"] == 1
 
 
 def test_llama_cpp_says_how_it_was_built(packages, monkeypatch, tmp_path):

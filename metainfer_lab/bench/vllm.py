@@ -2,11 +2,14 @@
 
 Two rivals: `vllm` as it comes, with the engine core in a process of its own, and `vllm-in-process`
 without. vLLM hands out tokens step by step, so both are timed like an engine of ours.
+METAINFER_VLLM (JSON) holds further arguments of `LLM`, for a machine where a default of its does
+not run; a row names them.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,25 +42,29 @@ class _Model:
         self, checkpoint: str, streams: int, max_context: int, tp: int, in_process: bool
     ) -> Iterator[dict]:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+        os.environ |= {key: value for key, value in quiet.items() if key not in os.environ}
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # CUDA is awake before vLLM starts
         import torch
         import vllm
 
         self.vllm, self.count = vllm, 0
         free, total = torch.cuda.mem_get_info()  # beside an engine that keeps its memory
-        self.engine = vllm.LLM(
-            model=checkpoint,
-            skip_tokenizer_init=True,
-            max_model_len=max_context,
-            max_num_seqs=streams,
-            tensor_parallel_size=tp,
-            enable_prefix_caching=False,
-            gpu_memory_utilization=0.9 * free / total,
-        ).llm_engine
+        more = json.loads(os.environ.get("METAINFER_VLLM", "{}"))
+        if "vision_config" in json.loads((Path(checkpoint) / "config.json").read_text()):
+            more = {"language_model_only": True, **more}
+        arguments = {
+            "skip_tokenizer_init": True,
+            "max_model_len": max_context,
+            "max_num_seqs": streams,
+            "tensor_parallel_size": tp,
+            "enable_prefix_caching": False,
+            "gpu_memory_utilization": 0.9 * free / total,
+        }
+        self.engine = vllm.LLM(model=checkpoint, **arguments | more).llm_engine
         versions = {"vllm": vllm.__version__, "torch": torch.__version__}
         setting = {"process": "in-process" if in_process else "default", "prefix_cache": "off"}
-        yield {"versions": versions, "setting": setting}
+        yield {"versions": versions, "setting": setting | more}
 
     def run(self, prompts: list, output_len: int) -> Iterator[dict]:
         params = self.vllm.SamplingParams(
