@@ -26,7 +26,11 @@ class Rival:
 
     def __enter__(self) -> Rival:
         self.worker.__enter__()
-        opened = self.worker.call(op="open", **self.opening)
+        try:
+            opened = self.worker.call(op="open", **self.opening)
+        except BaseException:
+            self.worker.__exit__(None, None, None)
+            raise
         self.versions: dict[str, str] = opened["versions"]
         self.opened = opened
         return self
