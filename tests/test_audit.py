@@ -31,7 +31,7 @@ SAMPLE = {
     "nan-temperature-accepted": ("limits", "temperature|logit_bias"),
     "top-k-one-more": ("sampling", "top_k|probability is 0"),
     "goes-on-after-stop": ("decode", "stop"),
-    "loader-fills-missing": ("weights", "loaded without an error"),
+    "loader-fills-missing": ("weights", "accepted without an error"),
     "leaves-early": ("logits", "process ended"),
     "hidden-import": ("logits", "transformers"),
     "never-the-same-twice": ("batching", "the same calls twice"),

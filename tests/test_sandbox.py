@@ -150,6 +150,27 @@ print(json.dumps([seen, caches, tempfile.gettempdir(), os.environ["HOME"]]))
 
 
 @pytest.mark.parametrize("level", RUNGS)
+def test_a_compile_cache_can_be_handed_on_to_the_next_and_to_nobody_else(tmp_path, level):
+    shared = tmp_path / "compiled"
+    shared.mkdir()
+    code = """
+import os
+from pathlib import Path
+folder = Path(os.environ["TRITON_CACHE_DIR"])
+folder.mkdir(exist_ok=True)
+print([path.name for path in folder.iterdir()])
+(folder / "kernel").touch()
+"""
+    seen = []
+    for compiled in (shared, shared, None):
+        argv = ["python", "-c", code]
+        with sandbox.Confined(argv, level=level, compiled=compiled) as confined:
+            assert confined.process.wait(30) == 0
+        seen.append(confined.stdout.text().strip())
+    assert seen == ["[]", "['kernel']", "[]"]
+
+
+@pytest.mark.parametrize("level", RUNGS)
 def test_the_project_cannot_be_written(tmp_path, level):
     """Where it can be read at all, as a folder of gates that somebody allowed."""
     code = f"""

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
@@ -81,7 +80,8 @@ class EngineProcess:
     The first checkpoint is loaded on entry; `load` replaces it by another below `readable`.
     timeout_s: the longest that any single answer may take; threads: of OpenMP in the process, None
     leaves the machine's number; nursery: forks the process, with its own rung, files and threads;
-    world: ranks of the engine, one process each, on the GPUs 0, 1, … if on any.
+    compiled: where it keeps kernels, as for `Confined`; world: ranks of the engine, one process
+    each, on the GPUs 0, 1, … if on any.
     """
 
     def __init__(
@@ -98,6 +98,7 @@ class EngineProcess:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         threads: int | None = None,
         nursery: Nursery | None = None,
+        compiled: Path | None = None,
         world: int = 1,
     ):
         self.folder = Path(folder).resolve()
@@ -116,6 +117,7 @@ class EngineProcess:
             self.readable.append(Path(checkpoint).resolve())
         self.timeout_s = timeout_s
         self.threads = threads
+        self.compiled = compiled
         self.confined: Confined | Forked | None = None
         self._spinning = False
         self._submitted_late = False
@@ -131,12 +133,7 @@ class EngineProcess:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, *_: object) -> None:
         try:
             if kind is None:
                 self.close()
@@ -249,6 +246,13 @@ class EngineProcess:
         """All results until nothing is unfinished, by `run`."""
         return [result for arrival in self.run() for result in arrival.results]
 
+    def answer(
+        self, tokens: Sequence[int], params: dict[str, Any] | None = None
+    ) -> list[StepResult]:
+        """All results of one request, after which nothing is unfinished."""
+        request = self.submit(tokens, params)
+        return [result for result in self.finish() if result.request == request]
+
     def close(self) -> None:
         """Close the engine and let the process end by itself."""
         if self.confined is not None:
@@ -287,6 +291,7 @@ class EngineProcess:
             pass_fds=(commands, results),
             sockets=self.sockets,
             threads=self.threads,
+            compiled=self.compiled,
         )
 
     def _call(self, operation: str, **arguments: Any) -> dict[str, Any]:

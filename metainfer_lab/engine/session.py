@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from pydantic import BaseModel
@@ -98,15 +97,10 @@ class Engine:
         _ = self.process
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: Any) -> None:
         process, self._process = self._process, None
         if process is not None:
-            process.__exit__(kind, error, trace)
+            process.__exit__(*exc)
 
     def close(self) -> None:
         """End the process."""
@@ -131,8 +125,7 @@ class Engine:
 
     def generate(self, tokens: Sequence[int], **params: Any) -> list[int]:
         """Token ids that follow a prompt of token ids."""
-        request = self.process.submit(tokens, params)
-        return [result.token for result in self.process.finish() if result.request == request]
+        return [result.token for result in self.process.answer(tokens, params)]
 
     def _answer(
         self,

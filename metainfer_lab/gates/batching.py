@@ -9,7 +9,7 @@ from typing import Any
 from metainfer_lab.checkpoints import variants
 from metainfer_lab.checkpoints.planted import LOOK_BACK
 from metainfer_lab.engine import EngineProcess, StepResult
-from metainfer_lab.gates.compare import exact_text, judge_text, text_of
+from metainfer_lab.gates.compare import exact_text, judge_text, same_tokens, text_of
 from metainfer_lab.gates.trial import Trial, max_context
 from metainfer_lab.model import ModelDims
 from metainfer_lab.model.tensors import text_prefix
@@ -81,14 +81,15 @@ def _planted(trial: Trial) -> None:
     with trial.candidate(made.folder, **settings) as engine:
         played = _play(engine, prompts, params, events)
         drawn = [i for i in range(REQUESTS) if "seed" in params[i] and i not in cancelled]
-        alone = {i: _alone(engine, prompts[i], params[i]) for i in drawn}
+        alone = {i: engine.answer(prompts[i], params[i]) for i in drawn}
     _accounts(trial, played, cancelled, params)
     for i in range(REQUESTS):
         case = f"planted text, request {i} of {REQUESTS} in a batch of {MAX_BATCH}"
         if "seed" not in params[i] and (i not in cancelled or played.answer(i)):
             exact_text(trial.findings, case, played.answer(i), made, prompts[i])
-    if trial.exact_text:
-        _same_alone(trial, played, alone)
+    for i in drawn if trial.exact_text else ():
+        what = f"request {i}", "in company than alone (same seed)"
+        same_tokens(trial.findings, *what, played.answer(i), alone[i])
 
 
 def _draw(
@@ -148,11 +149,6 @@ def _play(
     return Played(ids, results + new, late, engine.stats())
 
 
-def _alone(engine: EngineProcess, prompt: list[int], params: dict[str, Any]) -> list[StepResult]:
-    identity = engine.submit(prompt, params)
-    return text_of(engine.finish(), identity)
-
-
 def _accounts(
     trial: Trial, played: Played, cancelled: set[int], params: list[dict[str, Any]]
 ) -> None:
@@ -176,20 +172,6 @@ def _accounts(
     if not 2 <= played.stats.get("largest_batch", 0) <= MAX_BATCH:
         seen = played.stats.get("largest_batch")
         findings.fail("stats", f"largest_batch is {seen} with four requests at once, of 4 allowed")
-
-
-def _same_alone(trial: Trial, played: Played, alone: dict[int, list[StepResult]]) -> None:
-    for i in alone:
-        trial.findings.case()
-        together = [result.token for result in played.answer(i)]
-        by_itself = [result.token for result in alone[i]]
-        if together != by_itself:
-            at = next(
-                (k for k, (a, b) in enumerate(zip(together, by_itself, strict=False)) if a != b), 0
-            )
-            trial.findings.fail(
-                f"request {i}", "other tokens in company than alone (same seed)", position=at
-            )
 
 
 def _difference(first: list[StepResult], second: list[StepResult]) -> str:

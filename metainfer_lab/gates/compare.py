@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -322,6 +323,21 @@ def exact_text(
         if said[at] != wanted:
             findings.fail(case, made.departure(said[at], wanted), position=at)
             return
+
+
+def same_tokens(
+    findings: Findings,
+    case: str,
+    where: str,
+    got: Sequence[StepResult],
+    want: Sequence[StepResult],
+) -> None:
+    """Equal tokens of two answers to one request; where: "in company than alone"."""
+    findings.case()
+    pairs = zip_longest([result.token for result in got], [result.token for result in want])
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if at is not None:
+        findings.fail(case, f"other tokens {where}", position=at)
 
 
 def _greedy(

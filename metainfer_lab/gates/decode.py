@@ -9,7 +9,7 @@ from typing import Any
 
 from metainfer_lab.checkpoints.planted import LOOK_BACK
 from metainfer_lab.engine import EngineProcess, StepResult
-from metainfer_lab.gates.compare import exact_text, judge_text, text_of
+from metainfer_lab.gates.compare import exact_text, judge_text
 from metainfer_lab.gates.texts import excerpts
 from metainfer_lab.gates.tolerances import Depth
 from metainfer_lab.gates.trial import Trial, describe, max_context
@@ -90,9 +90,7 @@ def _requests(trial: Trial, checkpoint: Path) -> list[Asked]:
 
 
 def _ask(engine: EngineProcess, request: Asked) -> None:
-    identity = engine.submit(request.prompt, request.params)
-    results = engine.finish()
-    request.results = text_of(results, identity)
+    request.results = engine.answer(request.prompt, request.params)
 
 
 def _endings(trial: Trial, engine: EngineProcess, base: Asked, checkpoint: Path) -> list[Asked]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from metainfer_lab.engine import StepResult
-from metainfer_lab.gates.compare import Truth, judge_text, log_softmax, text_of
+from metainfer_lab.gates.compare import Truth, judge_text, log_softmax
 from metainfer_lab.gates.tolerances import DRIFT
 from metainfer_lab.gates.trial import Trial
 from metainfer_lab.model import ModelDims
@@ -35,8 +35,7 @@ def _asked(trial: Trial, steps: int) -> bool:
     seed = int(trial.rng.integers(2**40))
     params = {"max_new_tokens": steps, "ignore_eos": True, "temperature": 1.0, "seed": seed}
     with trial.candidate(checkpoint, max_context=steps + PROMPT, max_batch=2) as engine:
-        request = engine.submit(prompt, params)
-        results = text_of(engine.finish(), request)
+        results = engine.answer(prompt, params)
     case = f"{steps} steps of decode"
     if len(results) != steps:
         trial.findings.fail(case, f"{len(results)} tokens came, {steps} were asked for")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from metainfer_lab.engine import EngineDied, EngineError, EngineProcess, StepResult
-from metainfer_lab.gates.compare import compare_logits, judge_text, text_of
+from metainfer_lab.gates.compare import compare_logits, judge_text, same_tokens, text_of
 from metainfer_lab.gates.trial import Trial, max_context
 from metainfer_lab.gates.verdict import NotJudged
 from metainfer_lab.model import ModelDims
@@ -47,15 +47,17 @@ def parallel(trial: Trial) -> None:
         several = {"max_context": context, "world": world, "timeout_s": ANSWER_S}
         with trial.candidate(checkpoint, **several) as engine:
             heard = _ask(engine, score, prompts, params)
-        if world == min(worlds):
-            _lose(trial, checkpoint, prompts[0], several)
+            if world == min(worlds):
+                _lose(trial, engine, world - 1, prompts[0])
         ask, case = trial.ask(checkpoint), f"{world} ranks"
         truth, positions = ask(score, range(len(score))), range(len(score))
         compare_logits(trial.findings, case, heard.logits, truth, positions)
         for i, prompt in enumerate(prompts):
             answer, what = heard.answer(i), f"{case}, request {i}"
             judge_text(trial.findings, what, prompt, params[i], answer, ask)
-            _same(trial, what, answer, alone.answer(i), params[i])
+            if trial.exact_text and ("seed" in params[i] or "temperature" not in params[i]):
+                where = "of several ranks than of one (same seed)"
+                same_tokens(trial.findings, what, where, answer, alone.answer(i))
         if trial.findings.failures:
             return
 
@@ -123,46 +125,23 @@ def _ask(
     return heard
 
 
-def _same(
-    trial: Trial,
-    case: str,
-    got: list[StepResult],
-    alone: list[StepResult],
-    params: dict[str, Any],
-) -> None:
-    """The tokens of one rank, where float32 makes them certain and nothing is left to chance."""
-    seeded = "seed" in params or "temperature" not in params
-    if not (trial.exact_text and seeded):
-        return
-    trial.findings.case()
-    pairs = zip([r.token for r in got], [r.token for r in alone], strict=False)
-    where = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-    if where is not None or len(got) != len(alone):
-        detail = f"{len(got)} tokens, not the {len(alone)} of one rank (same seed)"
-        trial.findings.fail(case, detail, position=where)
-
-
-def _lose(trial: Trial, checkpoint: Path, prompt: list[int], settings: dict[str, Any]) -> None:
+def _lose(trial: Trial, engine: EngineProcess, last: int, prompt: list[int]) -> None:
     """Kill the last rank while it decodes; the next step must raise, in words, and soon."""
-    last = settings["world"] - 1
-    with trial.candidate(checkpoint, **settings) as engine:
-        engine.submit(prompt, {"max_new_tokens": 60, "ignore_eos": True})
-        for _ in range(4):
+    engine.submit(prompt, {"max_new_tokens": 60, "ignore_eos": True})
+    for _ in range(4):
+        engine.step()
+    engine.rank(last).kill()
+    killed = time.monotonic()
+    trial.findings.case()
+    said = "no error came, and steps went on"
+    try:
+        while time.monotonic() < killed + LOST_S:
             engine.step()
-        engine.rank(last).kill()
-        killed = time.monotonic()
-        trial.findings.case()
-        said = "no error came, and steps went on"
-        try:
-            while time.monotonic() < killed + LOST_S:
-                engine.step()
-        except EngineError:
-            said = ""
-        except EngineDied as error:
-            said = f"no error of the engine's own came, it had to be ended ({error})"
-        seconds = time.monotonic() - killed
-        if said or seconds > LOST_S:
-            trial.findings.fail(
-                f"rank {last} killed", f"{said or 'an error came'}: {seconds:.0f} s"
-            )
-        engine.kill()
+    except EngineError:
+        said = ""
+    except EngineDied as error:
+        said = f"no error of the engine's own came, it had to be ended ({error})"
+    seconds = time.monotonic() - killed
+    if said or seconds > LOST_S:
+        trial.findings.fail(f"rank {last} killed", f"{said or 'an error came'}: {seconds:.0f} s")
+    engine.kill()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from metainfer_lab.engine import EngineProcess
-from metainfer_lab.gates.compare import log_softmax, text_of
+from metainfer_lab.gates.compare import log_softmax
 from metainfer_lab.gates.tolerances import ALPHA
 from metainfer_lab.gates.trial import Trial, describe
 from metainfer_lab.model import ModelDims
@@ -145,8 +145,7 @@ def _penalised(
     answers = []
     for penalties in (*({name: value} for name, value in every.items()), every):
         params = penalties | {"max_new_tokens": 24, "ignore_eos": True, "logit_bias": confined}
-        request = engine.submit(prompt, params)
-        answers.append((params, [r.token for r in text_of(engine.finish(), request)]))
+        answers.append((params, [result.token for result in engine.answer(prompt, params)]))
     return prompt, answers
 
 
@@ -178,8 +177,7 @@ def _seeds(trial: Trial, engine: EngineProcess, prompt: list[int]) -> None:
 
     def answer(**params: Any) -> list[int]:
         params |= {"max_new_tokens": 20, "ignore_eos": True}
-        request = engine.submit(prompt, params)
-        return [result.token for result in text_of(engine.finish(), request)]
+        return [result.token for result in engine.answer(prompt, params)]
 
     hot: dict[str, Any] = {"temperature": 1.5}
     greedy = answer()

@@ -115,11 +115,11 @@ class Drift(NamedTuple):
     """growth: RMS error of the last third of a long answer over that of the first; floor: the least
     that counts as an error at the beginning, in units of a logprob's allowance."""
 
-    growth: float
-    floor: float
+    growth: float = 4.0
+    floor: float = 0.002
 
 
-DRIFT = Drift(growth=4.0, floor=0.002)
+DRIFT = Drift()
 
 
 class Memory(NamedTuple):
@@ -130,26 +130,17 @@ class Memory(NamedTuple):
     that a step of steady decode may leave; per_request: objects that a finished request may leave;
     resident: bytes by which a round of requests may grow the process (malloc rounds up)."""
 
-    block: int
-    conv: int
-    late: int
-    unsaid_least: float
-    unsaid_most: float
-    per_step: float
-    per_request: float
-    resident: int
+    block: int = 64
+    conv: int = 3
+    late: int = 4
+    unsaid_least: float = 0.8
+    unsaid_most: float = 1.5
+    per_step: float = 0.25
+    per_request: float = 0.5
+    resident: int = 2 << 20
 
 
-MEMORY = Memory(
-    block=64,
-    conv=3,
-    late=4,
-    unsaid_least=0.8,
-    unsaid_most=1.5,
-    per_step=0.25,
-    per_request=0.5,
-    resident=2 << 20,
-)
+MEMORY = Memory()
 
 # Relative L2 of one row of an operator's result, by the format it computed in; short: rows shorter
 # than this share of the longest are measured by that share. The plain engines' operators err by

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -171,6 +171,7 @@ class Trial:
             readable=[self.work],
             threads=1 if tiny else None,
             nursery=self._nursery if tiny and self.device == "cpu" else None,
+            compiled=self._compiled if self.device == "cuda" else None,
             **settings,
         )
         self.level = process.level
@@ -181,6 +182,13 @@ class Trial:
                 yield process
         finally:
             self._living -= 1
+
+    @cached_property
+    def _compiled(self) -> Path:
+        """Kernels that one candidate compiled are there for the next one, and for nobody else."""
+        folder = self.new_folder()
+        folder.mkdir()
+        return folder
 
     @cached_property
     def _nursery(self) -> Nursery:
@@ -261,3 +269,24 @@ def describe(params: Mapping[str, Any]) -> str:
         return f"of {len(value)} ids" if isinstance(value, dict) and len(value) > 3 else f"{value}"
 
     return ", ".join(f"{name}={brief(value)}" for name, value in params.items()) or "defaults"
+
+
+def refused(
+    findings: Findings,
+    case: str,
+    name: str,
+    call: Callable[[], Any],
+    scattered: Callable[[str], bool] = lambda text: False,
+) -> None:
+    """A call must raise a ValueError that names `name`; scattered: whether its text blames so many
+    that it has found none."""
+    findings.case()
+    try:
+        call()
+    except EngineError as error:
+        if error.type != "ValueError" or name not in error.text or scattered(error.text):
+            wanted = f"wanted a ValueError that names {name}"
+            wanted += " and few others" if name in error.text else ""
+            findings.fail(case, f"{wanted}, got {error.type}: {error.text[:200]}")
+        return
+    findings.fail(case, f"{name}: accepted without an error; wanted a ValueError that names it")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from metainfer_lab.checkpoints import variants
-from metainfer_lab.engine import EngineError, EngineProcess
 from metainfer_lab.gates.compare import Truth, compare_scored, relative_l2
 from metainfer_lab.gates.routing import Scored, score
 from metainfer_lab.gates.tolerances import LEAST_MOVE, UNREAD_SHARE
-from metainfer_lab.gates.trial import Trial, max_context
+from metainfer_lab.gates.trial import Trial, max_context, refused
 from metainfer_lab.gates.verdict import Failure
 from metainfer_lab.model import ModelDims, disk_tensors
 from metainfer_lab.model.tensors import text_prefix
@@ -150,19 +150,12 @@ def _refusals(trial: Trial, checkpoint: Path) -> None:
     bad.append(("a missing shard", *variants.without_shard(checkpoint, trial.new_folder())))
     with trial.candidate(None, max_context=PROMPT) as engine:
         for what, folder, name in bad:
-            _refused(trial, engine, what, folder, name)
+            names = _text_tensors(ModelDims.from_config(folder))
+            refused(
+                trial.findings,
+                what,
+                name,
+                partial(engine.load, folder),
+                lambda text, names=names: sum(other in text for other in names) > MOST_NAMED,
+            )
         engine.load(checkpoint)
-
-
-def _refused(trial: Trial, engine: EngineProcess, what: str, folder: Path, name: str) -> None:
-    trial.findings.case()
-    try:
-        engine.load(folder)
-    except EngineError as error:
-        others = [n for n in _text_tensors(ModelDims.from_config(folder)) if n in error.text]
-        if error.type != "ValueError" or name not in error.text or len(others) > MOST_NAMED:
-            detail = f"wanted a ValueError that names {name}, got {error.type}: {error.text[:200]}"
-            detail += f" … (names {len(others)} tensors)" if others else ""
-            trial.findings.fail(what, detail)
-        return
-    trial.findings.fail(what, f"{name}: the checkpoint was loaded without an error")

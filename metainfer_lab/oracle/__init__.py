@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -79,12 +78,7 @@ class Oracle:
             self.use(self.checkpoint)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         process, self._process = self._process, None
         if process is not None:
             os.close(self._commands)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from metainfer_lab.hardware import usable_cores
@@ -60,17 +59,21 @@ class Confined:
         settings: dict[str, Any] | None = None,
         sockets: bool = False,
         threads: int | None = None,
+        compiled: Path | None = None,
     ):
         """argv[0] == "python" means the sandbox's own interpreter.
 
-        settings: becomes the command's last argument as JSON, with the folder of allowed packages.
+        settings: becomes the command's last argument as JSON, with the folder of allowed packages;
+        compiled: where kernels that it compiles are kept for the next one, else in its own scratch.
         """
         self.level = level
         self.scratch = Path(tempfile.mkdtemp(prefix="metainfer-")).resolve()
         self.packages = link_packages(self.scratch / "packages")
-        policy = Policy(
-            self.scratch, [p.resolve() for p in readable], [p.resolve() for p in writable], sockets
+        kept = [] if compiled is None else [compiled]
+        readable, writable = (
+            [p.resolve() for p in some] for some in (readable, [*writable, *kept])
         )
+        policy = Policy(self.scratch, readable, writable, sockets)
         cwd = (cwd or self.scratch).resolve()
         if settings is not None:
             argv = [*argv, json.dumps(settings | {"packages": [str(self.packages)]})]
@@ -78,7 +81,7 @@ class Confined:
         self.process = subprocess.Popen(
             command,
             cwd=cwd if level != "bubblewrap" else None,
-            env=self._environment(threads),
+            env=self._environment(threads, (compiled or self.scratch).resolve()),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -98,7 +101,7 @@ class Confined:
                 self.stderr.tail += f"\nended: more than {MOST_PROCESSES} processes".encode()
                 _signal(self.process, signal.SIGTERM)
 
-    def _environment(self, threads: int | None) -> dict[str, str]:
+    def _environment(self, threads: int | None, compiled: Path) -> dict[str, str]:
         (self.scratch / "bin").mkdir()
         for name in ("python", "python3"):
             (self.scratch / "bin" / name).symlink_to(interpreter())
@@ -110,9 +113,9 @@ class Confined:
             "PYTHONPATH": str(self.packages),
             "PYTHONNOUSERSITE": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
-            "TRITON_CACHE_DIR": str(self.scratch / "triton"),
-            "TORCH_EXTENSIONS_DIR": str(self.scratch / "torch_extensions"),
-            "TORCHINDUCTOR_CACHE_DIR": str(self.scratch / "inductor"),
+            "TRITON_CACHE_DIR": str(compiled / "triton"),
+            "TORCH_EXTENSIONS_DIR": str(compiled / "torch_extensions"),
+            "TORCHINDUCTOR_CACHE_DIR": str(compiled / "inductor"),
         }
         # Never the caller's own number: an engine is timed beside rivals that use every core.
         count = str(threads or usable_cores())
@@ -122,12 +125,7 @@ class Confined:
     def __enter__(self) -> Confined:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
     def end(self, grace_s: float = 2.0) -> int:
