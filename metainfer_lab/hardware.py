@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -128,7 +129,9 @@ def measure_cpu() -> Hardware:
     """Measure copy and read bandwidth and the fp32 and int8 matrix product rates, best of a few."""
     import psutil
 
-    bandwidth = {"read": _read_bandwidth(), "copy": _copy_bandwidth()}
+    with _every_core():
+        bandwidth = _measured({"read": _read_bandwidth(), "copy": _copy_bandwidth()})
+        flops = {dtype: _measured({"matmul": _product_rate(dtype)}) for dtype in CPU_DTYPES}
     return Hardware(
         name="cpu",
         title=cpu_title(),
@@ -137,8 +140,8 @@ def measure_cpu() -> Hardware:
         n_gpu=0,
         memory_bytes=psutil.virtual_memory().total,
         cache_bytes=last_level_cache_bytes(),
-        bandwidth=_measured(bandwidth),
-        flops={dtype: _measured({"matmul": _product_rate(dtype)}) for dtype in CPU_DTYPES},
+        bandwidth=bandwidth,
+        flops=flops,
     )
 
 
@@ -190,15 +193,34 @@ def _from_yaml(name: str) -> Hardware:
         raise InputError(f"{path.name}: {field}: {first['msg']}; correct the profile") from None
 
 
-def _best_seconds(work: Callable[[], object], repeats: int) -> float:
-    """Least time of `repeats` calls after one that warms up: a rate's ceiling, not its mean."""
+def _best_seconds(work: Callable[[], object], settled: int = 6, patience_s: float = 4.0) -> float:
+    """Least time of a call: a rate's ceiling, not its mean.
+
+    Called until `settled` calls in a row were no faster (by 2 % or more), so that another's burst
+    of work does not pass for the machine.
+    """
     work()
-    times = []
-    for _ in range(repeats):
+    best, since, deadline = float("inf"), 0, time.perf_counter() + patience_s
+    while since < settled and time.perf_counter() < deadline:
         start = time.perf_counter()
         work()
-        times.append(time.perf_counter() - start)
-    return min(times)
+        seconds = time.perf_counter() - start
+        since = 0 if seconds < 0.98 * best else since + 1
+        best = min(best, seconds)
+    return best
+
+
+@contextmanager
+def _every_core() -> Iterator[None]:
+    """torch on all usable cores, as engines run, whatever the caller has set."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(usable_cores())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _read_bandwidth() -> float:
@@ -208,7 +230,7 @@ def _read_bandwidth() -> float:
     columns = 4096
     rows = max(4 * last_level_cache_bytes(), 256 << 20) // (4 * columns)
     matrix, vector = torch.ones(rows, columns), torch.ones(columns)
-    return matrix.nbytes / _best_seconds(lambda: matrix @ vector, repeats=5)
+    return matrix.nbytes / _best_seconds(lambda: matrix @ vector)
 
 
 def _copy_bandwidth() -> float:
@@ -217,7 +239,7 @@ def _copy_bandwidth() -> float:
 
     count = max(2 * last_level_cache_bytes(), 256 << 20) // 4
     source, target = torch.ones(count), torch.zeros(count)
-    return 2 * source.nbytes / _best_seconds(lambda: target.copy_(source), repeats=5)
+    return 2 * source.nbytes / _best_seconds(lambda: target.copy_(source))
 
 
 def _product_rate(dtype: CpuDtype, size: int = 1536) -> float:
@@ -226,9 +248,9 @@ def _product_rate(dtype: CpuDtype, size: int = 1536) -> float:
 
     if dtype == "int8":
         left = torch.ones(size, size, dtype=torch.int8)
-        seconds = _best_seconds(lambda: torch._int_mm(left, left), repeats=4)
+        seconds = _best_seconds(lambda: torch._int_mm(left, left))
     else:
         kind = torch.float32 if dtype == "fp32" else torch.bfloat16
         left = torch.ones(size, size, dtype=kind)
-        seconds = _best_seconds(lambda: left @ left, repeats=4)
+        seconds = _best_seconds(lambda: left @ left)
     return 2 * size**3 / seconds

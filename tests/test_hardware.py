@@ -44,6 +44,17 @@ def test_a_missing_rate_names_those_there_are():
         Hardware.load("h200").rate("nvfp4")
 
 
+def test_a_burst_of_others_work_does_not_pass_for_the_machine(monkeypatch):
+    """The first calls share the processor with somebody: their time is not taken."""
+    durations, now = iter([9, 5, 5, 5, 4, *[1] * 20]), [0.0]
+
+    def work() -> None:
+        now[0] += next(durations)
+
+    monkeypatch.setattr(hardware.time, "perf_counter", lambda: now[0])
+    assert hardware._best_seconds(work, settled=4, patience_s=100) == 1
+
+
 def test_a_cpu_is_measured_once_and_again_when_the_record_does_not_hold(tmp_path):
     """Takes some seconds: the probes run once for real."""
     profile, measured = tmp_path / "local" / "cpu.json", measure_cpu()
