@@ -40,8 +40,9 @@ def test_kernels_compile_without_spills(cubins, target, tmp_path):
         ):
             found[kernel] = int(registers), int(stack)
     assert len(found) > 25
-    assert {k: v for k, v in found.items() if v[1] > 16} == {}
-    assert max(registers for registers, _ in found.values()) <= 168
+    assert {k: v for k, v in found.items() if v[1] > 32} == {}
+    most = {"prompt_scan": 224}  # blocks of two warps, one a multiprocessor
+    assert {k: v for k, v in found.items() if v[0] > most.get(k, 168)} == {}
 
 
 def test_at_most_three_instructions_per_weight(tmp_path):

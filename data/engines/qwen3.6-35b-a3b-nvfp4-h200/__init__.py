@@ -8,11 +8,14 @@ from .cache import Cache
 from .checkpoint import Checkpoint
 from .config import read_config
 from .naive_runner import NaiveRunner
-from .operators import OPERATORS
+from .operators import OPERATORS as STEP_OPERATORS
+from .prompt_operators import PROMPT_OPERATORS
 from .scheduler import Engine
 from .weights import Loader
 
 __all__ = ["OPERATORS", "build", "load"]
+
+OPERATORS = STEP_OPERATORS | PROMPT_OPERATORS
 
 
 def load(

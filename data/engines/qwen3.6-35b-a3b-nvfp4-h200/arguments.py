@@ -77,11 +77,23 @@ DeltaArgs = _struct(
     ints="rows ld ld_ab",
     floats="eps",
 )
-PrefillArgs = _struct(
-    "PrefillArgs",
-    "qkv ab conv a_log dt_bias ring state mixed gates o where",
-    ints="ld ld_ab",
+ChunkArgs = _struct(
+    "ChunkArgs",
+    "y alpha conv a_log dt_bias norm ring state q k v gates sums w p u o gated where",
+    ints="padded ld",
+    floats="eps",
 )
+PromptNormArgs = _struct("PromptNormArgs", "x add alpha parts weights norm xn", floats="eps")
+PromptHeadsArgs = _struct(
+    "PromptHeadsArgs",
+    "y alpha q_norm k_norm rope page_table pages q k v mixed gated where",
+    ints="rows ld pages_per_slot",
+    floats="eps",
+)
+PromptRouteArgs = _struct(
+    "PromptRouteArgs", "y alpha ids weights shared members counts units", ints="rows ld"
+)
+PromptMoeArgs = _struct("PromptMoeArgs", "weight alpha units members x out")
 AttentionArgs = _struct(
     "AttentionArgs",
     "qkv q_norm k_norm rope row_slot position page_table pages parts stats out",

@@ -26,6 +26,9 @@ ATTENTION_SHARED = 2 * 2 * 32 * (256 + 8) * 2  # stages, keys and values, tokens
 PERSISTENT_THREADS, PERSISTENT_SHARED = 17 * 32, 216064
 RING_STAGES, IN_FLIGHT = 12, 3
 MOE_THREADS = 17 * 32
+# Rows of a prompt that share an expert's decoded weights; shared memory of that product.
+PROMPT_UNIT = 48
+PROMPT_SHARED = 4 * 16 * 2 * GROUP_BYTES + 2 * PROMPT_UNIT * X_STRIDE * 2
 MOE_SHARED = 4 * (8 * 4 * GROUP_BYTES + 2 * 8 * X_STRIDE * 2)  # stages of 8 tiles, 8 rows
 
 
@@ -69,7 +72,7 @@ def defines(config: Config) -> dict[str, int]:
         "IN_FLIGHT": IN_FLIGHT,
         "PERSISTENT_SHARED": PERSISTENT_SHARED,
     }
-    return sizes | BLOCK_TILES | {"OUT_PARTS": OUT_PARTS} | resident
+    return sizes | BLOCK_TILES | {"OUT_PARTS": OUT_PARTS, "PROMPT_UNIT": PROMPT_UNIT} | resident
 
 
 class Buffers:

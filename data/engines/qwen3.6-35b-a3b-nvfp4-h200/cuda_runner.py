@@ -97,7 +97,7 @@ class CudaRunner:
         self.steps: dict[int, Step] = {
             b: BatchedStep(*common, b, self.sms) if b > 1 else self.step_one for b in sizes
         }
-        self.prefill_rows = Prefill(config, weights, cache, self.kernels, self.sms)
+        self.prefill_rows = Prefill(config, weights, cache, self.kernels, rope, self.sms)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.graph_replays, self.decode_steps = 0, 0
         self._rows: list[int] = []

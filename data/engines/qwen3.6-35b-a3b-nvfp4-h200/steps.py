@@ -32,7 +32,7 @@ from .cache import Cache
 from .config import Config
 from .cuda import Kernels
 from .formats import Matrix
-from .weights import Attention, Gdn, Layer, Weights
+from .weights import Attention, Gdn, Layer, Moe, Weights
 
 
 @dataclass
@@ -255,14 +255,39 @@ class BatchedStep(Step):
             scratch=self.cache.scratch,
         )
         self._add("route", 1, 1024, route)
-        lists = {"units": b.units, "members": b.members, "x": b.xn, "h": b.h, "out": b.parts}
-        strides = (MAX_ROWS * X_STRIDE, X_STRIDE)
-        up, down = moe_args(moe, lists, self.rows, strides, shared=True)
+        up, down = self._moe_args(moe)
         self._add("moe_gate_up", self.sms, MOE_THREADS, up, MOE_SHARED)
         self._add("moe_down", self.sms, MOE_THREADS, down, MOE_SHARED)
         following = self.weights.layers[index + 1 :]
         norm = following[0].input_norm if following else self.weights.final_norm
         self._norm(norm, "parts")
+
+    def _moe_args(self, moe: Moe):
+        """Arguments of moe_gate_up and of moe_down, which does the shared expert as well."""
+        b, common = self.b, {"units": self.b.units, "members": self.b.members, "rows": self.rows}
+        up = fill(
+            c.MoeArgs,
+            weight=moe.gate_up.values,
+            alpha=moe.gate_up.alpha,
+            x=b.xn,
+            h=b.h,
+            block_stride=MAX_ROWS * X_STRIDE,
+            row_stride=X_STRIDE,
+            **common,
+        )
+        down = fill(
+            c.MoeArgs,
+            weight=moe.down.values,
+            alpha=moe.down.alpha,
+            shared_weight=moe.shared_down.values,
+            shared_alpha=moe.shared_down.alpha,
+            x=b.h,
+            out=b.parts,
+            block_stride=X_COLUMNS,
+            row_stride=moe.down.cols,
+            **common,
+        )
+        return up, down
 
     def _head(self) -> None:
         head, b, nt = self.weights.head, self.b, self.column_tiles
@@ -277,32 +302,3 @@ class BatchedStep(Step):
         )
         x_bytes = self.config.hidden // X_COLUMNS * nt * 8 * X_STRIDE * 2
         self._add(f"head_{nt}", self.sms, 512, args, x_bytes + 16 * 2 * 2 * GROUP_BYTES)
-
-
-def moe_args(moe, lists: dict, rows: int, strides: tuple[int, int], shared: bool):
-    """Arguments of moe_gate_up and moe_down; without `shared` the caller adds the shared expert.
-
-    lists: units, members, x, h, out; strides: block and row stride of x (see kernels/experts.cu).
-    """
-    up = fill(
-        c.MoeArgs,
-        weight=moe.gate_up.values,
-        alpha=moe.gate_up.alpha,
-        rows=rows,
-        block_stride=strides[0],
-        row_stride=strides[1],
-        **lists,
-    )
-    down = fill(
-        c.MoeArgs,
-        weight=moe.down.values,
-        alpha=moe.down.alpha,
-        rows=rows,
-        block_stride=X_COLUMNS,
-        row_stride=moe.down.cols,
-        **{**lists, "x": lists["h"]},
-    )
-    if shared:
-        down.shared_weight = moe.shared_down.values.data_ptr()
-        down.shared_alpha = moe.shared_down.alpha.data_ptr()
-    return up, down

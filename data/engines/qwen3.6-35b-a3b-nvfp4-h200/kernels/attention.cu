@@ -22,15 +22,6 @@ __device__ __forceinline__ void mma_bf16(float *d, const u32 *a, u32 b0, u32 b1)
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(u32 *a, const u16 *p) {
-  const u32 address = shared_address(p);
-  if (TRANSPOSED)
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
-  else
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
-}
 // Two bf16 terms of a float.
 __device__ __forceinline__ void split_bf16(float x, u16 &high, u16 &low) {
   high = to_bf16(x);

@@ -79,3 +79,14 @@ __device__ __forceinline__ void norm_rope(const float *weight, float2 turn, floa
   v[0] = left * turn.x - right * turn.y;
   v[1] = right * turn.x + left * turn.y;
 }
+
+// Four 8 x 8 matrices of 16-bit elements; a lane gives the address of one row.
+template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(u32 *a, const u16 *p) {
+  const u32 address = shared_address(p);
+  if (TRANSPOSED)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
+}
