@@ -200,7 +200,7 @@ def test_what_fails_an_audit(judged):
     assert not idle.passed and idle.gates["drift"] == 0
     assert not judged(lambda one, gate: "dead").passed, "no gate kills anything alone"
     part = judged(lambda one, gate: "dead", names=["zeros"], gates=["logits"])
-    assert part.passed and not part.whole
+    assert part.passed and not part.whole and not part.earlier
     with pytest.raises(InputError, match="whole"):
         part.record()
 

@@ -102,12 +102,12 @@ def _parameter(
     import torch
 
     name, shape = parameter.name, parameter.shape
-    module = modelopt.module_of(parameter)
+    module = parameter.module
     form = dims.quantised_layers.get(module)
     generator = _generator(seed, name, device)
     if form == "nvfp4":
         weights = _nvfp4(shape, draws.spread(name, shape, dims, residual), generator)
-        for part, rows, expert in _parts(parameter):
+        for part, rows, expert in parameter.parts():
             yield from _nvfp4_tensors(part, weights, rows, expert)
         return
     weight = draws.draw(name, shape, dims, generator, residual, device)
@@ -116,17 +116,6 @@ def _parameter(
         yield from ((f"{module}.{key}", tensor.to(device)) for key, tensor in stored.items())
     else:
         yield name, weight.to(torch.bfloat16)
-
-
-def _parts(parameter: Parameter) -> Iterator[tuple[str, slice, int | None]]:
-    """(module, its rows, its expert) of what is stored by itself."""
-    module = modelopt.module_of(parameter)
-    if parameter.role != "routed_experts":
-        yield module, slice(None), None
-        return
-    for expert in range(parameter.shape[0]):
-        for projection, rows in modelopt.expert_rows(parameter).items():
-            yield f"{module}.{expert}.{projection}", rows, expert
 
 
 def _nvfp4(shape: tuple[int, ...], spread: float, generator: torch.Generator) -> nvfp4.Nvfp4:

@@ -53,7 +53,7 @@ def quantised_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def mixed_layers(dims: ModelDims) -> dict[str, str]:
     """Module -> format of the mix; the experts of a layer are one module."""
     return {
-        module_of(parameter): SCHEMES["nvfp4-mix"][parameter.role]
+        parameter.module: SCHEMES["nvfp4-mix"][parameter.role]
         for parameter in inventory(dims)
         if parameter.role in SCHEMES["nvfp4-mix"]
     }
@@ -65,37 +65,6 @@ def hf_quant_config(config: Mapping[str, Any]) -> dict[str, Any]:
     quantisation = {"kv_cache_quant_algo": None, "exclude_modules": ["mtp*", "model.visual*"]}
     quantisation |= {key: given[key] for key in ("quant_algo", "quantized_layers")}
     return {"producer": {"name": "metainfer_lab", "version": "1"}, "quantization": quantisation}
-
-
-def module_of(parameter: Parameter) -> str:
-    """The module that a quantisation map names."""
-    if parameter.role == "routed_experts":
-        return parameter.name.rpartition(".")[0]
-    return parameter.name.removesuffix(".weight")
-
-
-def matrices(dims: ModelDims) -> Iterator[tuple[str, str, Parameter, slice | None, int | None]]:
-    """(module on disk, format, parameter, rows, expert) of each matrix that the mix quantises."""
-    layers = mixed_layers(dims)
-    for parameter in inventory(dims):
-        form = layers.get(module_of(parameter))
-        if form is None:
-            continue
-        if parameter.role != "routed_experts":
-            yield module_of(parameter), form, parameter, None, None
-            continue
-        for expert in range(parameter.shape[0]):
-            for projection, rows in expert_rows(parameter).items():
-                module = f"{module_of(parameter)}.{expert}.{projection}"
-                yield module, form, parameter, rows, expert
-
-
-def expert_rows(parameter: Parameter) -> dict[str, slice]:
-    """Projection -> its rows in the fused [experts, rows, in]; gate comes before up."""
-    rows = parameter.shape[1]
-    if parameter.name.endswith("down_proj"):
-        return {"down_proj": slice(0, rows)}
-    return {"gate_proj": slice(0, rows // 2), "up_proj": slice(rows // 2, rows)}
 
 
 def quantise(
@@ -110,14 +79,16 @@ def quantise(
     amax: module (named as in the text model alone) -> largest |input|. NVFP4 global scales are
     shifted, so that block scales take E4M3's whole range; the least ones cost precision.
     """
-    made = dict(tensors)
-    for module, form, parameter, rows, expert in matrices(dims):
-        made.pop(parameter.name, None)
-        weight = tensors[parameter.name]
-        weight = weight if expert is None else weight[expert, rows]
-        bound = amax[module.replace(text_prefix(dims), "model.", 1)]
-        shift = int(rng.choice(shifts)) if form == "nvfp4" else 0
-        made |= {f"{module}.{k}": v for k, v in stored(weight, form, bound, shift).items()}
+    made, layers = dict(tensors), mixed_layers(dims)
+    for parameter in inventory(dims):
+        form = layers.get(parameter.module)
+        for module, rows, expert in parameter.parts() if form else ():
+            made.pop(parameter.name, None)
+            weight = tensors[parameter.name]
+            weight = weight if expert is None else weight[expert, rows]
+            bound = amax[module.replace(text_prefix(dims), "model.", 1)]
+            shift = int(rng.choice(shifts)) if form == "nvfp4" else 0
+            made |= {f"{module}.{k}": v for k, v in stored(weight, form, bound, shift).items()}
     return made
 
 
@@ -152,15 +123,15 @@ def dequantise(
     import torch
 
     for parameter in inventory(dims):
-        form = dims.quantised_layers.get(module_of(parameter))
+        form = dims.quantised_layers.get(parameter.module)
         if parameter.role in ("vision", "mtp") or not wanted(parameter):
             continue
         if form is None:
             yield parameter.name, tensors[parameter.name]
         elif parameter.role != "routed_experts":
-            yield parameter.name, value(tensors, module_of(parameter), form, dtype)
+            yield parameter.name, value(tensors, parameter.module, form, dtype)
         else:
-            parts = [_experts(tensors, parameter, name, dtype) for name in expert_rows(parameter)]
+            parts = [_experts(tensors, parameter, name, dtype) for name in parameter.projections]
             yield parameter.name, torch.cat(parts, dim=1)
 
 
@@ -170,7 +141,7 @@ def _experts(
     """One NVFP4 projection [experts, rows, in] of all experts at once: one by one takes minutes."""
     import torch
 
-    module = module_of(parameter)
+    module = parameter.module
     codes, scale, whole = (
         torch.stack(
             [tensors[f"{module}.{i}.{projection}.{key}"] for i in range(parameter.shape[0])]

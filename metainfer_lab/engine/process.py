@@ -242,7 +242,7 @@ class EngineProcess:
                 self._stop()
                 raise
 
-    def finish(self, max_steps: int = 100_000) -> list[StepResult]:
+    def finish(self) -> list[StepResult]:
         """All results until nothing is unfinished, by `run`."""
         return [result for arrival in self.run() for result in arrival.results]
 

@@ -64,8 +64,8 @@ class Audit(Record):
 
     @property
     def earlier(self) -> list[str]:
-        """Gates and engines that have changed since."""
-        gates = [name for name, gate in GATES.items() if name not in UNAUDITED]
+        """Gates and engines that have changed since; of a part, those that were asked."""
+        gates = _asked(None) if self.whole else [*self.versions]
         moved = [name for name in gates if self.versions.get(name) != GATES[name].version]
         return moved + [n for n, tree in self.trees.items() if tree != _tree(n)]
 

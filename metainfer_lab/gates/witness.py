@@ -236,8 +236,7 @@ def _alone(package: ModuleType, world: World) -> dict[str, Any]:
         length = CONTEXT if len(prompt) > 100 else 6
         asked = {"max_new_tokens": length, "ignore_eos": True, "logprobs": 20}
         engine.submit(prompt, asked)
-        while engine.stats()["running"] or engine.stats()["waiting"]:
-            results += engine.step()
+        results += scenes.drain(engine)
     return {
         "tokens": [(request, token, finish) for request, token, _, _, finish in results],
         "log-probabilities": np.array([p for r in results for _, p in r[3]]),
@@ -267,12 +266,8 @@ def _drawn(package: ModuleType, world: World) -> dict[str, Any]:
 
 
 def _finish(engine: Any) -> list[tuple[int, int]]:
-    results = []
-    for _ in range(400):
-        results += engine.step()
-        if not engine.stats()["running"] and not engine.stats()["waiting"]:
-            break
-    return [(request, token) for request, token, *_ in sorted(results, key=lambda r: r[0])]
+    results = sorted(scenes.drain(engine), key=lambda result: result[0])
+    return [(request, token) for request, token, *_ in results]
 
 
 def _refusals(package: ModuleType, world: World) -> dict[str, Any]:

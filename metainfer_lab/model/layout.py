@@ -15,7 +15,6 @@ from metainfer_lab.model.config import ModelDims
 from metainfer_lab.model.tensors import Shape, Tensor, inventory
 
 LINEAR = ("attention", "gdn", "mlp", "routed_experts", "shared_expert")
-EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 BITS = {"fp32": 32.0, "bf16": 16.0, "fp8": 8.0, "int8": 8.0, "nvfp4": 4.0}
 NVFP4_BLOCK = 16
 
@@ -76,7 +75,7 @@ def disk_tensors(dims: ModelDims) -> dict[str, Stored]:
 
     Raises InputError where the config's quantisation map names a module that the model lacks.
     """
-    strange = dims.quantised_layers.keys() - {_module(tensor) for tensor in inventory(dims)}
+    strange = dims.quantised_layers.keys() - {tensor.module for tensor in inventory(dims)}
     if strange:
         raise InputError(
             f"config.json: quantization_config: {len(strange)} modules are not in the model, "
@@ -89,42 +88,20 @@ def storage_on_disk(dims: ModelDims) -> dict[str, str]:
     """Module class -> format that a config's quantisation map gives; empty for a plain one."""
     formats: dict[str, set[str]] = {}
     for tensor in inventory(dims):
-        form = _quantised(dims, tensor)
+        form = dims.quantised_layers.get(tensor.module)
         if form is not None:
             formats.setdefault(tensor.role, set()).add(form)
     return {role: "+".join(sorted(forms)) for role, forms in formats.items()}
 
 
-def _module(tensor: Tensor) -> str:
-    """The module that a quantisation map names: experts are one module."""
-    if tensor.role == "routed_experts":
-        return tensor.name.rpartition(".")[0]
-    return tensor.name.removesuffix(".weight")
-
-
-def _quantised(dims: ModelDims, tensor: Tensor) -> str | None:
-    return dims.quantised_layers.get(_module(tensor))
-
-
 def _on_disk(dims: ModelDims, tensor: Tensor) -> Iterator[tuple[str, Stored]]:
-    form = _quantised(dims, tensor)
+    form = dims.quantised_layers.get(tensor.module)
     if form is None:
         yield tensor.name, Stored(tensor.shape, "FLOAT")
-    elif tensor.role == "routed_experts":
-        for module, shape in _experts(tensor):
-            yield from _quantised_tensors(module, shape, form)
-    else:
-        yield from _quantised_tensors(_module(tensor), tensor.shape, form)
-
-
-def _experts(tensor: Tensor) -> Iterator[tuple[str, Shape]]:
-    """Fused [experts, out, in] as single modules; gate_up holds gate rows, then up rows."""
-    base, _, fused = tensor.name.rpartition(".")
-    count, out, width = tensor.shape
-    names = ("gate_proj", "up_proj") if fused == "gate_up_proj" else ("down_proj",)
-    for expert in range(count):
-        for name in names:
-            yield f"{base}.{expert}.{name}", (out // len(names), width)
+        return
+    *_, out, width = tensor.shape
+    for module, rows, _ in tensor.parts():
+        yield from _quantised_tensors(module, (len(range(out)[rows]), width), form)
 
 
 def _quantised_tensors(module: str, shape: Shape, form: str) -> Iterator[tuple[str, Stored]]:

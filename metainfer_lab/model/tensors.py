@@ -35,6 +35,30 @@ class Tensor:
         stacked = self.role == "routed_experts"
         return self.role != "embedding" and len(self.shape) == (3 if stacked else 2)
 
+    @property
+    def module(self) -> str:
+        """The module that a quantisation map names; the experts of a layer are one."""
+        if self.role == "routed_experts":
+            return self.name.rpartition(".")[0]
+        return self.name.removesuffix(".weight")
+
+    @property
+    def projections(self) -> dict[str, slice]:
+        """Of fused experts: projection -> its rows in [experts, rows, in]; gate comes before up."""
+        rows = self.shape[1]
+        if self.name.endswith("down_proj"):
+            return {"down_proj": slice(0, rows)}
+        return {"gate_proj": slice(0, rows // 2), "up_proj": slice(rows // 2, rows)}
+
+    def parts(self) -> Iterator[tuple[str, slice, int | None]]:
+        """(module, its rows, its expert) of what a quantised checkpoint stores by itself."""
+        if self.role != "routed_experts":
+            yield self.module, slice(None), None
+            return
+        for expert in range(self.shape[0]):
+            for projection, rows in self.projections.items():
+                yield f"{self.module}.{expert}.{projection}", rows, expert
+
 
 def inventory(dims: ModelDims) -> tuple[Tensor, ...]:
     """All parameter tensors of the checkpoint, in order: text, vision, MTP."""

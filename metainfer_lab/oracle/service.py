@@ -141,7 +141,6 @@ class Service:
 
 def keep_float64() -> Any:
     """A context in which a float64 tensor that is asked for as float32 stays as it is."""
-    import torch
 
     class KeepFloat64(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):

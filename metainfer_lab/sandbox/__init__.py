@@ -22,6 +22,7 @@ from metainfer_lab.sandbox.rungs import LIMITS, Level, Policy, Sandbox, choose, 
 
 __all__ = ["LIMITS", "Completed", "Confined", "Level", "Sandbox", "Tail", "choose", "leaks", "run"]
 
+GRACE_S = 2.0  # in which a launcher may end what it started
 MOST_PROCESSES = 512  # that a confined command may have; counted, since root has no RLIMIT_NPROC
 KEPT_OUTPUT = 64 << 10  # characters of a stream that are kept from its beginning and from its end
 PASSED_ON = ("LANG", "LC_ALL", "TZ", "CUDA_VISIBLE_DEVICES")
@@ -128,14 +129,14 @@ class Confined:
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    def end(self, grace_s: float = 2.0) -> int:
+    def end(self) -> int:
         """End the process group now; the exit code."""
         self.ending.set()
         self.watch.join()
         if self.process.poll() is None:
             _signal(self.process, signal.SIGTERM)  # the launchers end their descendants on it
             try:
-                self.process.wait(grace_s)
+                self.process.wait(GRACE_S)
             except subprocess.TimeoutExpired:
                 _signal(self.process, signal.SIGKILL)
         code = self.process.wait()
