@@ -120,7 +120,7 @@ def test_what_cannot_run_here_is_refused_by_name(packages):
     with pytest.raises(InputError, match=r"not Qwen/Qwen3-8B in bf16"):
         llamacpp.LlamaCpp("Qwen/Qwen3-8B", "bf16", 64)
     with pytest.raises(InputError, match="one stream"):
-        llamacpp.single(WORKLOAD)
+        llamacpp.single(3)
 
 
 def test_rivals_are_those_asked_for_and_those_of_the_goals():

@@ -6,13 +6,14 @@ import json
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from metainfer_lab import paths
-from metainfer_lab.bench import results, rivals
+from metainfer_lab.bench import results
+from metainfer_lab.bench.rivals import Company
 from metainfer_lab.bench.timing import Ratio, Sample, in_turn, paired_ratio, sample_from, spread
 from metainfer_lab.bench.workload import Workload
 from metainfer_lab.engine import Engine
@@ -97,17 +98,22 @@ def measure(
     beside: Sequence[str] = (),
     workload: Workload | None = None,
     live: Live | Silent | None = None,
+    company: Company | None = None,
 ) -> Measurement:
-    """Time an open engine and its rivals in turn, one warm-up each, after all are loaded."""
+    """Time an open engine and its rivals in turn, one warm-up each, after all are loaded.
+
+    company: rivals that stay open for other points, in place of `beside`.
+    """
     live = live or Live()
     workload = workload or Workload.from_spec(engine.spec)
-    beside = rivals.chosen(engine.spec, beside)
     measured = Measurement(engine.folder.name, engine.tree, plan(engine.spec), workload)
-    with ExitStack() as stack:
+    own = Company(engine.spec, beside, workload.concurrency) if company is None else nullcontext()
+    with own as made:
+        company = company or made
         runners = {engine.folder.name: _engine_runner(engine, measured)}
-        for name in beside:
+        for name in company.names:
             live.update(f"bench: loading {name}")
-            runners[name] = rivals.runner(name, stack, engine, measured)
+            runners[name] = company.runner(name, engine, measured)
         for name, run in runners.items():
             live.update(f"bench: {name} warms up")
             run()
@@ -133,36 +139,50 @@ def sweep(
     spec: Spec | str,
     batches: Sequence[int],
     *,
+    prompts: Sequence[int] = (),
     beside: Sequence[str] = (),
     verdict: Judgement | None = None,
     **workload: int,
 ) -> pd.DataFrame:
-    """Rows at several numbers of streams; `workload` replaces lengths and runs of the spec's own.
+    """Rows at several numbers of streams, and of one stream at further prompt lengths; `workload`
+    replaces lengths and runs of the spec's own.
 
-    One engine serves all batches; where experts are chosen each batch has its own, because their
-    count is a mean over an engine's life. `rows.attrs["saved"]` lists the files of all points.
+    Rivals and engine are started once; where experts are chosen each number of streams has its own
+    engine, because their count is a mean over an engine's life. `rows.attrs["saved"]` lists the
+    files of all points, `rows.attrs["ratios"]` each one's ratios.
     """
     import pandas as pd
 
     spec = spec if isinstance(spec, Spec) else Spec.load(spec)
-    groups = [[batch] for batch in batches] if plan(spec).dims.moe else [list(batches)]
-    tables = []
-    for group in groups:
-        # without goals, nothing is measured that they compare with and nobody asked for
-        asked = spec.change(workload__concurrency=max(group), goals={})
-        with Engine.open(asked) as engine:
-            for batch in group:
-                point = Workload.from_spec(spec, **workload, concurrency=batch)
-                tables.append(bench(engine, beside=beside, workload=point, verdict=verdict))
+    points = [Workload.from_spec(spec, **workload, concurrency=batch) for batch in batches]
+    points += [
+        Workload.from_spec(spec, **workload | {"prompt_len": length}, concurrency=1)
+        for length in prompts
+    ]
+    # without goals, nothing is measured that they compare with and nobody asked for
+    spec = spec.change(goals={})
+    streams, tables = max(point.concurrency for point in points), []
+    groups: dict[int, list[Workload]] = {}
+    for point in points:
+        groups.setdefault(point.concurrency if plan(spec).dims.moe else streams, []).append(point)
+    with Company(spec, beside, streams) as company:
+        for most, group in groups.items():
+            with Engine.open(spec.change(workload__concurrency=most)) as engine:
+                for point in group:
+                    tables.append(
+                        to_rows(measure(engine, workload=point, company=company), verdict)
+                    )
     whole = pd.concat(tables, ignore_index=True)
     whole.attrs["saved"] = " ".join(table.attrs["saved"] for table in tables)
+    whole.attrs["ratios"] = [table.attrs["ratios"] for table in tables]
     return whole
 
 
 def to_rows(measured: Measurement, verdict: Judgement | None = None) -> pd.DataFrame:
     """Rows of the result schema; rows, raw samples and verdict are kept in data/local/bench."""
     stamp = results.now()
-    name = f"{measured.engine}-c{measured.workload.concurrency}-{stamp.replace(':', '')}"
+    point = f"c{measured.workload.concurrency}-p{measured.workload.prompt_len}"
+    name = f"{measured.engine}-{point}-{stamp.replace(':', '')}"
     saved = paths.LOCAL / "bench" / f"{name}.csv"
     raw = saved.with_suffix(".json")
     _save_raw(measured, raw)

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from metainfer_lab.bench.rival import Rival
 from metainfer_lab.bench.worker import serve
-from metainfer_lab.bench.workload import Workload
 from metainfer_lab.errors import InputError
 
 # precision of a spec's weights -> (GGUF's name, llama.cpp's number of the file type)
@@ -98,9 +97,9 @@ class _Model:
         yield from getattr(self, request.pop("op"))(**request)
 
 
-def single(workload: Workload) -> None:
+def single(streams: int) -> None:
     """InputError for more than one stream: llama-cpp-python's `Llama` decodes one."""
-    if workload.concurrency > 1:
+    if streams > 1:
         raise InputError("beside: llama.cpp runs one stream here; leave it out of a batch")
 
 

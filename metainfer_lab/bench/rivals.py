@@ -20,65 +20,82 @@ from metainfer_lab.spec import Spec
 if TYPE_CHECKING:
     from metainfer_lab.bench.compare import Measurement
     from metainfer_lab.engine import Engine
+    from metainfer_lab.plan import Plan
 
 
 def chosen(spec: Spec, beside: Sequence[str]) -> list[str]:
     """The rivals asked for, and those that the spec's goals compare with; InputError if unknown."""
     asked = [*beside, *spec.goals.ratio_to, *(["products"] * bool(spec.goals.fraction_of_products))]
-    known = [*RIVALS, "products"]
-    if unknown := [name for name in asked if name not in known]:
-        raise InputError(f"beside: {unknown[0]!r} is not known; use {' or '.join(known)}")
+    if unknown := [name for name in asked if name not in RIVALS]:
+        raise InputError(f"beside: {unknown[0]!r} is not known; use {' or '.join(RIVALS)}")
     return list(dict.fromkeys(asked))
 
 
-def runner(name: str, stack: ExitStack, engine: Engine, measured: Measurement) -> Callable:
-    """Open a rival; the result times one run of it while the engine's processes stand still."""
-    if measured.workload.gap_ms:
-        raise InputError("beside: rivals start all streams at once; leave them out, or gap_ms at 0")
-    if name == "products":
-        return while_frozen(engine, _products(stack, engine, measured))
-    rival = stack.enter_context(RIVALS[name](engine, measured))
-    vocab = measured.plan.dims.vocab_size
-    while_frozen(engine, lambda: rival.find_best(measured.workload, vocab))()
-    measured.about[name] = rival.describe()
-    measured.versions |= rival.versions
-    prompts = measured.workload.prompts(vocab)
-    return while_frozen(engine, lambda: rival.sample(next(prompts), measured.workload))
+class Company:
+    """Rivals of a spec, each opened for its first point and kept for the others: some take a minute
+    to start. A context manager; streams: the most that any point has."""
+
+    def __init__(self, spec: Spec, beside: Sequence[str], streams: int) -> None:
+        self.names, self.streams = chosen(spec, beside), streams
+        self.stack, self.opened = ExitStack(), {}
+
+    def __enter__(self) -> Company:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stack.close()
+
+    def runner(self, name: str, engine: Engine, measured: Measurement) -> Callable:
+        """What times one run of a rival while the engine's processes stand still."""
+        workload, vocab = measured.workload, measured.plan.dims.vocab_size
+        if workload.gap_ms:
+            text = "beside: rivals start all streams at once; leave them out, or gap_ms at 0"
+            raise InputError(text)
+        if name not in self.opened:
+            made = RIVALS[name](engine, measured.plan, self.streams)
+            self.opened[name] = self.stack.enter_context(made)
+        rival = self.opened[name]
+        if isinstance(rival, Products):
+            measured.about[name] = {"threads": rival.threads}
+            return while_frozen(engine, rival.rate)
+        while_frozen(engine, lambda: rival.find_best(workload, vocab))()
+        measured.about[name] = rival.describe()
+        measured.versions |= rival.versions
+        prompts = workload.prompts(vocab)
+        return while_frozen(engine, lambda: rival.sample(next(prompts), workload))
 
 
-def _products(stack: ExitStack, engine: Engine, measured: Measurement) -> Callable:
-    products = Products(measured.plan.dims, engine.spec.precision.weights, usable_cores())
-    rival = stack.enter_context(products)
-    measured.about["products"] = {"threads": rival.threads}
-    return rival.rate
+def _products(engine: Engine, planned: Plan, streams: int) -> Products:
+    return Products(planned.dims, engine.spec.precision.weights, usable_cores())
 
 
-def _transformers(engine: Engine, measured: Measurement) -> Rival:
-    gpu = measured.plan.hardware.is_gpu
+def _transformers(engine: Engine, planned: Plan, streams: int) -> Rival:
+    gpu = planned.hardware.is_gpu
     dtype, device = ("bfloat16", "cuda") if gpu else ("float32", "cpu")
     return Transformers(engine.checkpoint, dtype, device)
 
 
-def _vllm(in_process: bool) -> Callable[[Engine, Measurement], Rival]:
-    def opened(engine: Engine, measured: Measurement) -> Rival:
-        sizes = (measured.workload.concurrency, engine.spec.workload.max_context)
+def _vllm(in_process: bool) -> Callable[[Engine, Plan, int], Rival]:
+    def opened(engine: Engine, planned: Plan, streams: int) -> Rival:
+        sizes = (streams, engine.spec.workload.max_context)
         return Vllm(engine.checkpoint, *sizes, engine.spec.parallel.tp, in_process=in_process)
 
     return opened
 
 
-def _llama_cpp(engine: Engine, measured: Measurement) -> Rival:
-    llamacpp.single(measured.workload)
+def _llama_cpp(engine: Engine, planned: Plan, streams: int) -> Rival:
+    llamacpp.single(streams)
     spec = engine.spec
     source, context = spec.checkpoint.source, spec.workload.max_context
     return llamacpp.LlamaCpp(source, spec.precision.weights, context)
 
 
-RIVALS: dict[str, Callable[[Engine, Measurement], Rival]] = {
+RIVALS: dict[str, Callable[[Engine, Plan, int], Rival | Products]] = {
     "transformers": _transformers,
     "vllm": _vllm(in_process=False),
     "vllm-in-process": _vllm(in_process=True),
     "llama.cpp": _llama_cpp,
+    "products": _products,
 }
 
 

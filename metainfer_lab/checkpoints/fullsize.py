@@ -45,11 +45,13 @@ def tensors(
     *,
     layers: Collection[int] | None = None,
     text_only: bool = True,
+    to_host: bool = False,
 ) -> Named:
     """(name on disk, tensor) of a checkpoint of this config.json, bf16 where it is not quantised.
 
     layers: those to make (others are left out; what belongs to no layer is always made). text_only:
-    without vision and multi-token prediction. An expert's tensors are views of the layer's.
+    without vision and multi-token prediction. An expert's tensors are views of its layer's;
+    to_host: these leave the device together, for one by one 120,000 copies take minutes.
     """
     dims = ModelDims.from_config(dict(config))
     residual = draws.residual_share(2 * dims.num_hidden_layers)
@@ -58,7 +60,7 @@ def tensors(
             continue
         if layers is not None and parameter.layer is not None and parameter.layer not in layers:
             continue
-        yield from _parameter(parameter, dims, seed, device, residual)
+        yield from _parameter(parameter, dims, seed, device, residual, to_host)
 
 
 def write(
@@ -69,18 +71,18 @@ def write(
     shard_bytes: int = SHARD_BYTES,
     text_only: bool = False,
 ) -> Path:
-    """Write the whole checkpoint; no more than a shard of it (or its largest tensor) in memory."""
+    """Write the whole checkpoint; no more than a shard and a layer's experts in memory."""
     from metainfer_lab.checkpoints.tiny_qwen36 import write_config
 
     folder.mkdir(parents=True)
     write_config(folder, config)
     weight_map: dict[str, str] = {}
     total, shard, size = 0, {}, 0
-    for name, tensor in tensors(config, seed, device, text_only=text_only):
+    for name, tensor in tensors(config, seed, device, text_only=text_only, to_host=True):
         if shard and size + tensor.nbytes > shard_bytes:
             _save(shard, folder, weight_map)
             shard, size = {}, 0
-        shard[name] = tensor.cpu().clone()  # no view, which would keep a layer's experts
+        shard[name] = tensor.cpu() if tensor.ndim else tensor.cpu().clone()  # gate and up share one
         size, total = size + tensor.nbytes, total + tensor.nbytes
     _save(shard, folder, weight_map)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -97,7 +99,12 @@ def _save(shard: dict[str, torch.Tensor], folder: Path, weight_map: dict[str, st
 
 
 def _parameter(
-    parameter: Parameter, dims: ModelDims, seed: int, device: str, residual: float
+    parameter: Parameter,
+    dims: ModelDims,
+    seed: int,
+    device: str,
+    residual: float,
+    to_host: bool,
 ) -> Named:
     import torch
 
@@ -107,6 +114,9 @@ def _parameter(
     generator = _generator(seed, name, device)
     if form == "nvfp4":
         weights = _nvfp4(shape, draws.spread(name, shape, dims, residual), generator)
+        if to_host:
+            parts = (weights.codes, weights.block_scale, weights.global_scale)
+            weights = nvfp4.Nvfp4(*(part.cpu() for part in parts))
         for part, rows, expert in parameter.parts():
             yield from _nvfp4_tensors(part, weights, rows, expert)
         return

@@ -17,7 +17,19 @@ from metainfer_lab.paths import tree_files
 
 ENTRY = re.compile(r"__global__([^;{]*?)\(", re.DOTALL)
 ATTRIBUTES = re.compile(r"__(?!global__)\w+__\s*\((?:[^()]|\([^()]*\))*\)")
-LIBRARIES = ("nvjet", "sm80", "sm90", "sm100", "cutlass", "cudnn", "nccl", "ampere", "hopper")
+LIBRARIES = (
+    "memcpy",
+    "memset",
+    "nvjet",
+    "sm80",
+    "sm90",
+    "sm100",
+    "cutlass",
+    "cudnn",
+    "nccl",
+    "ampere",
+    "hopper",
+)
 
 Uses = dict[str, set[str]]  # name -> names that its definitions use
 

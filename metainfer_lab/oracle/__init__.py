@@ -63,6 +63,7 @@ class Oracle:
         settings = self.settings | {"commands": child_in, "results": child_out}
         argv = [sys.executable, "-m", "metainfer_lab.oracle.service", json.dumps(settings)]
         root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
             argv,
             pass_fds=(child_in, child_out),
@@ -70,7 +71,7 @@ class Oracle:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            env=os.environ | {"PYTHONPATH": root, "HF_HUB_OFFLINE": "1"},
+            env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
         )
         os.close(child_in)
         os.close(child_out)

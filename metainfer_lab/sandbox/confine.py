@@ -6,7 +6,8 @@ the Landlock rung it does all that there is:
 It forks. The child ties its own hands (no new privileges, resource limits, Landlock for files, TCP
 and signals, seccomp against sockets and tracing) and becomes the command; the parent stays as the
 subreaper of whatever the command leaves behind and ends all of it. POLICY is one JSON object:
-listable, readable, writable: paths; sockets: whether they stay; limits: values by RLIMIT_* name.
+listable, readable, writable: paths; sockets: whether they stay; local_sockets: whether those of
+AF_UNIX do, where others go; limits: values by RLIMIT_* name.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ FILE_ONLY = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15  # rights that a plain 
 
 # seccomp: AUDIT_ARCH and the numbers of calls that reach other processes, the network or the kernel
 ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+AF_UNIX = 1
 SOCKETS = {"x86_64": [41, 53], "aarch64": [198, 199]}  # socket, socketpair
 FORBIDDEN = {
     # ptrace, process_vm_readv, process_vm_writev, io_uring_setup, bpf, keyctl, mount, setns,
@@ -85,7 +87,7 @@ def confine(policy: dict[str, Any]) -> None:
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
     drop_capabilities()
     landlock(policy)
-    seccomp(policy["sockets"])
+    seccomp(policy["sockets"], policy["local_sockets"])
 
 
 def set_limits(limits: dict[str, int]) -> None:
@@ -135,10 +137,11 @@ def _allow(rules: int, path: str, rights: int) -> None:
     os.close(fd)
 
 
-def seccomp(sockets: bool) -> None:
+def seccomp(sockets: bool, local: bool) -> None:
     """Answer EPERM to calls that reach past the sandbox (classic BPF over struct seccomp_data)."""
     machine = platform.machine()
     numbers = FORBIDDEN[machine] + ([] if sockets else SOCKETS[machine])
+    opens = SOCKETS[machine][0]
     load, jump_equal, jump_greater, ret = 0x20, 0x15, 0x35, 0x06
     allow, deny, kill = 0x7FFF0000, 0x00050001, 0x80000000
     program = [
@@ -149,6 +152,9 @@ def seccomp(sockets: bool) -> None:
         (jump_greater, 0, 1, 0x40000000),  # the x32 numbers are a second way to each call
         (ret, 0, 0, kill),
     ]
+    if local and not sockets:  # socket(AF_UNIX, ...): the call's first argument is at byte 16
+        program += [(jump_equal, 0, 4, opens), (load, 0, 0, 16), (jump_equal, 0, 1, AF_UNIX)]
+        program += [(ret, 0, 0, allow), (ret, 0, 0, deny)]
     for number in numbers:
         program += [(jump_equal, 0, 1, number), (ret, 0, 0, deny)]
     program.append((ret, 0, 0, allow))

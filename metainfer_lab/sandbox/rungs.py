@@ -156,6 +156,7 @@ def _landlock(policy: Policy) -> list[str]:
         "readable": [str(path) for path in readable],
         "writable": [str(path) for path in writable],
         "sockets": policy.sockets,
+        "local_sockets": bool(devices()),  # without one CUDA does not start
         "limits": policy.limits,
     }
     return [str(interpreter()), "-I", "-S", str(LAUNCHER), json.dumps(rules)]
