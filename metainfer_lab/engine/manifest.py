@@ -29,7 +29,8 @@ class StoredPrecision(BaseModel):
 class EngineManifest(BaseModel):
     """interface: version of the calls; specs: ids served, the first one is the engine's own; run:
     the run that made it; targets: GPU architectures it compiles for; granules: of what each
-    dimension of config.json must be a multiple; worlds: numbers of ranks it can be split into."""
+    dimension of config.json must be a multiple; full_width: whether its kernels serve the widths of
+    its own model alone; worlds: numbers of ranks it can be split into."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -38,6 +39,7 @@ class EngineManifest(BaseModel):
     run: str | None = None
     targets: list[str] = []
     granules: dict[str, int] = {}
+    full_width: bool = False
     worlds: list[int] = [1]
     precision: StoredPrecision
 

@@ -94,12 +94,27 @@ class Trial:
         if self.dims.family == "qwen3_5_moe":
             linear = ["linear_attention"] * (num_hidden_layers - 1)
             kinds = {"layer_types": [*linear, "full_attention"]}
+            if self.full_width:
+                return self._wide(seed, folder, **kinds | fixed)
             return tiny_qwen36(seed, folder, shards=shards, **self._hybrid(), **kinds | fixed)
         fixed["num_hidden_layers"] = num_hidden_layers
         dims = draw_dims(self.rng, self.dims, self.manifest.granules, **fixed)
         return tiny_checkpoint(
             self.dims.family, seed, folder, shards=shards, dtype=self._dtype, **dims
         )
+
+    @property
+    def full_width(self) -> bool:
+        """Whether small checkpoints must be as wide as the model: kernels may serve no other."""
+        return self.device == "cuda" and self.manifest.full_width
+
+    def _wide(self, seed: int, folder: Path, layer_types: list[str], **fixed: Any) -> Path:
+        """As wide as the model, a few layers and a small vocabulary; drawn on the GPU."""
+        config = json.loads((MODELS / self.spec.model / "config.json").read_text())
+        small = {"vocab_size": 64 * int(self.rng.integers(4, 9)), "bos_token_id": 0}
+        config["text_config"] |= small | {"eos_token_id": 1} | fixed
+        few = shallow_config(config, layer_types)
+        return fullsize.write(few, seed, folder, self.device, text_only=True)
 
     def shallow(self) -> Path:
         """A fresh checkpoint of the model's full width, a layer of each kind; some gigabytes."""

@@ -11,7 +11,7 @@ from metainfer_lab.gates.compare import Truth, compare_scored, relative_l2
 from metainfer_lab.gates.routing import Scored, score
 from metainfer_lab.gates.tolerances import LEAST_MOVE, UNREAD_SHARE
 from metainfer_lab.gates.trial import Trial, max_context, refused
-from metainfer_lab.gates.verdict import Failure
+from metainfer_lab.gates.verdict import Failure, NotJudged
 from metainfer_lab.model import ModelDims, disk_tensors
 from metainfer_lab.model.tensors import text_prefix
 
@@ -23,6 +23,8 @@ BESIDE = ("model.visual.", "mtp.")  # of the checkpoint, and not of the text
 
 def weights(trial: Trial) -> None:
     """Perturbed, sharded and bad checkpoints, tied and untied heads."""
+    if trial.full_width:
+        raise NotJudged("the kernels serve full width alone; a CPU judges the loader")
     for tied in trial.rng.permutation(trial.heads):
         checkpoint = trial.tiny(num_hidden_layers=2, tie_word_embeddings=bool(tied))
         _each_tensor(trial, checkpoint, "tied" if tied else "untied")

@@ -77,7 +77,8 @@ def _shape(operator: str, tokens: int, rows: int, k: int) -> Shape:
         if shape.cluster > 1:
             shape = replace(shape, cluster=2 * shape.cluster)
         else:
-            shape = replace(shape, rows=shape.rows // 2, wr=min(shape.wr, shape.rows // 32))
+            halves = {"rows": shape.rows // 2, "wr": min(shape.wr, shape.rows // 32)}
+            shape = replace(shape, **halves) if halves["wr"] else shape  # a warp's tile is 16 rows
     bk = shape.bk
     while k % (bk * shape.cluster):
         bk //= 2
