@@ -79,6 +79,8 @@ def _shape(operator: str, tokens: int, rows: int, k: int) -> Shape:
         else:
             halves = {"rows": shape.rows // 2, "wr": min(shape.wr, shape.rows // 32)}
             shape = replace(shape, **halves) if halves["wr"] else shape  # a warp's tile is 16 rows
+    while shape.cluster > 1 and k < 128 * shape.cluster:  # a tiny model's k is no work for many
+        shape = replace(shape, cluster=shape.cluster // 2)
     bk = shape.bk
     while k % (bk * shape.cluster):
         bk //= 2
