@@ -143,6 +143,10 @@ def test_chi_square_and_probabilities():
     drawn = np.bincount(rng.choice(30, 4000, p=p), minlength=30)
     assert chi_square(drawn, 4000 * p) > 1e-6
     assert chi_square(np.roll(drawn, 1), 4000 * p) < 1e-6
+    common, rare = np.full(12, 0.083), 0.004  # of 600 draws 2.4 expected
+    for count, beyond in ((34, True), (5, False)):
+        seen = np.append(np.full(12, 50) - np.arange(12) % 3, count)
+        assert (chi_square(seen, 600 * np.append(common, rare)) < 1e-6) == beyond
     logits = np.log(p)
     for params, kept in (({"top_k": 4}, 4), ({"top_p": 1e-9}, 1), ({"min_p": 1.0}, 1)):
         found = probabilities(logits, {"temperature": 1.0} | params, [])

@@ -60,7 +60,7 @@ GATES: dict[str, Gate] = {
     "decode": Gate(2, "submit and step: text that is known, text scored by the oracle", decode),
     "batching": Gate(2, "an answer does not depend on neighbours, arrivals, cancels", batching),
     "limits": Gate(2, "edges of the context; bad arguments are refused by name", limits),
-    "sampling": Gate(1, "distributions, filters, penalties, seeds", sampling),
+    "sampling": Gate(2, "distributions, filters, penalties, seeds", sampling),
     "drift": Gate(1, "hundreds of steps; the precision of cache and state", drift),
     "memory": Gate(1, "capacity as predicted; nothing grows by step or by request", memory),
     "parallel": Gate(1, "several ranks against one and the oracle; a lost rank", parallel),

@@ -17,7 +17,7 @@ from metainfer_lab.model import ModelDims
 
 DRAWS = 600
 LEAST_EXPECTED = 5.0  # draws in a bin of the chi-square test
-PROMPT = 6  # tokens; each draw is a request of its own
+PROMPT = 16  # tokens, negative logits among them; each draw is a request of its own
 
 CASES: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0},
@@ -86,20 +86,33 @@ def probabilities(logits: np.ndarray, params: dict[str, Any], prompt: list[int])
 def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
     """The probability of counts at least this far from their expectation.
 
-    Rare values share one bin; the tail by Wilson and Hilferty's cube root (1931).
+    Rare values share one bin; if it is rare as well, its count is held to Poisson's upper tail and
+    the others are compared among themselves: a rare bin thrown into a full one hides a value that
+    comes ten times too often. The tail of chi-square by Wilson and Hilferty's cube root (1931).
     """
     common = expected >= LEAST_EXPECTED
-    seen = [*counts[common], counts[~common].sum()]
-    wanted = [*expected[common], expected[~common].sum()]
-    if wanted[-1] < LEAST_EXPECTED:
-        seen[-2:], wanted[-2:] = [sum(seen[-2:])], [sum(wanted[-2:])]
+    seen, wanted = counts[common], expected[common]
+    rare, mean = int(counts[~common].sum()), float(expected[~common].sum())
+    chance = 1.0
+    if mean >= LEAST_EXPECTED:
+        seen, wanted = np.append(seen, rare), np.append(wanted, mean)
+    else:
+        chance, wanted = _poisson_tail(rare, mean), wanted * seen.sum() / wanted.sum()
     freedom = len(wanted) - 1
     if freedom < 1:
-        return 1.0
-    statistic = sum((s - w) ** 2 / w for s, w in zip(seen, wanted, strict=True))
+        return chance
+    statistic = float(((seen - wanted) ** 2 / wanted).sum())
     spread = 2 / (9 * freedom)
     deviate = ((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
-    return math.erfc(deviate / math.sqrt(2)) / 2
+    return min(chance, math.erfc(deviate / math.sqrt(2)) / 2)
+
+
+def _poisson_tail(least: int, mean: float) -> float:
+    """The probability of `least` or more."""
+    if not least:
+        return 1.0
+    terms = (k * math.log(mean) - mean - math.lgamma(k + 1) for k in range(least, least + 100))
+    return min(1.0, sum(map(math.exp, terms)))
 
 
 def _draw(
