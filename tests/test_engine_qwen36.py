@@ -128,6 +128,26 @@ def test_slots_are_reused_cleanly(engine, oracle):
     check_against_oracle(oracle, prompt, drain(engine)[last])
 
 
+def test_where_states_are_most_of_a_cache_fewer_run_at_once(checkpoint, oracle):
+    """A limit is a limit: all requests end, few at a time; beside states the rest is pages."""
+    package, folder = load_package(), checkpoint[0]
+    asked = {"device": "cpu", "max_context": 96}
+    one = package.load(folder, max_batch=1, **asked)
+    cache = one.cache
+    limit = 4 * (cache.states.nbytes + cache.rings.nbytes) + 3 * cache.pages.nbytes
+    one.close()
+    engine = package.load(folder, max_batch=32, cache_bytes=limit, **asked)
+    prompt, params = random_tokens(12), {"max_new_tokens": 8, "ignore_eos": True}
+    ids = [engine.submit(prompt, params) for _ in range(6)]
+    events, stats = drain(engine), engine.stats()
+    assert stats["cache_bytes_total"] <= limit and 1 <= stats["largest_batch"] < 6
+    for request in ids:
+        check_against_oracle(oracle, prompt, events[request])
+    with pytest.raises(ValueError, match="cache_bytes"):
+        package.load(folder, max_batch=32, cache_bytes=cache.states.nbytes // 2, **asked)
+    engine.close()
+
+
 def test_same_calls_give_the_same_bits(engine):
     prompt, params = random_tokens(10), {"max_new_tokens": 6, "temperature": 1.0, "seed": 5}
     first = engine.submit(prompt, params)

@@ -8,7 +8,10 @@ PAGE = 64
 
 
 class Cache:
-    """Fixed memory for `max_batch` sequences and one scratch slot that padded rows write to."""
+    """Fixed memory for `max_batch` sequences and one scratch slot that padded rows write to.
+
+    Where cache_bytes is given, fewer run at once if their states would take more than half of it.
+    """
 
     def __init__(
         self,
@@ -21,13 +24,17 @@ class Cache:
     ) -> None:
         gdn = config.layer_types.count("linear_attention")
         attention = len(config.layer_types) - gdn
+        per_slot = 4 * gdn * config.value_heads * config.value_dim * config.key_dim
+        per_slot += 4 * gdn * 4 * config.conv_width
+        if cache_bytes is not None and per_slot:
+            max_batch = max(1, min(max_batch, cache_bytes // (2 * per_slot) - 1))
         self.max_batch, self.scratch = max_batch, max_batch
         self.pages_per_slot = -(-max_context // PAGE)
         page_bytes = attention * 2 * config.kv_heads * PAGE * config.head_dim * dtype.itemsize
         slots = max_batch + 1
         state = (gdn, slots, config.value_heads, config.value_dim, config.key_dim)
         ring = (gdn, slots, 4, config.conv_width)
-        self.state_bytes = 4 * (torch.Size(state).numel() + torch.Size(ring).numel())
+        self.state_bytes = slots * per_slot
         self.pages_total = max_batch * self.pages_per_slot
         if cache_bytes is not None:
             fits = (cache_bytes - self.state_bytes) // max(page_bytes, 1) - 1
