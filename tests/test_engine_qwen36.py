@@ -245,18 +245,21 @@ def test_bad_checkpoints_are_refused_by_name(checkpoint, tmp_path):
     _, maker = checkpoint
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     victim = "model.language_model.layers.2.mlp.experts.3.up_proj.weight_scale"
+    unused = victim.replace("weight_scale", "input_scale")  # and yet part of the layout
     broken = {
         "missing": {k: v for k, v in maker.stored.items() if k != victim},
         "left over": {**maker.stored, "model.language_model.extra": torch.zeros(1)},
         "shape": {**maker.stored, victim: maker.stored[victim][:-1]},
         "dtype": {**maker.stored, victim: maker.stored[victim].float()},
+        "not a scalar float": {**maker.stored, unused: torch.ones(2)},
+        "I32": {**maker.stored, unused: torch.ones(1, dtype=torch.int32)},
     }
     for fault, tensors in broken.items():
         path = tmp_path / "model.safetensors"
         save_file({k: v.contiguous() for k, v in tensors.items()}, path)
         with pytest.raises(ValueError, match=fault) as caught:
             load_package().load(tmp_path, device="cpu", max_batch=1, max_context=8)
-        assert "extra" in str(caught.value) or victim in str(caught.value)
+        assert any(name in str(caught.value) for name in ("extra", victim, unused))
 
 
 OPERATOR_SIZES = TINY | {

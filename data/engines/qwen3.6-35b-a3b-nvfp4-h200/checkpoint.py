@@ -71,9 +71,13 @@ class Checkpoint:
         return torch.stack([self.take(name, shape, dtypes).reshape(tuple(shape)) for name in names])
 
     def require(self, name: str) -> None:
-        """Refuse a folder without the tensor `name`, which is not read: a sign of a broken one."""
+        """Refuse a folder whose scalar `name`, which is not used, is missing or none."""
         if name not in self._where:
             raise ValueError(f"checkpoint: tensor {name} is missing")
+        found = self._open(self._where[name]).get_slice(name)
+        shape, dtype = found.get_shape(), found.get_dtype()
+        if shape not in ([], [1]) or dtype not in ("F32", "BF16", "F16"):
+            raise ValueError(f"checkpoint: tensor {name} is {dtype} {shape}, not a scalar float")
 
     def finish(self) -> None:
         """Refuse tensors that nobody took, apart from the known unused ones."""
