@@ -376,3 +376,18 @@ def test_kernels_that_exchange_compile_for_their_targets(arch, world):
     defines |= {"MODE": skinny.RESIDUAL, "WORLD": world, "K": 12288 // world, "TOKENS": 32}
     assert cuda.compile_cubin("skinny.cu", defines, arch)
     assert cuda.compile_cubin("pick.cu", {"WORLD": world}, arch)
+
+
+@pytest.mark.parametrize(
+    ("mode", "operator", "tokens", "rows", "k"),
+    [(0, "qkv", 4, 384, 128), (0, "qkv", 32, 128, 640), (1, "residual", 32, 128, 128)],
+)
+def test_shapes_of_a_tiny_model_compile(mode, operator, tokens, rows, k):
+    """What the gates met on a GPU: half a warp's tile, a cluster too large, a ring too short."""
+    from engine_qwen3_8b_tp.kernels import cuda, skinny
+
+    defines = {
+        name.upper(): n for name, n in asdict(skinny._shape(operator, tokens, rows, k)).items()
+    }
+    defines |= {"MODE": mode, "WORLD": 1, "K": k, "TOKENS": tokens}
+    assert cuda.compile_cubin("skinny.cu", defines, "sm_90a")

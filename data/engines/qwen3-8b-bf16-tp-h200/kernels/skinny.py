@@ -74,18 +74,19 @@ def _shape(operator: str, tokens: int, rows: int, k: int) -> Shape:
     if operator == "gate_up" and tokens == 1:  # many tiles: a block takes several in turn
         shape = replace(shape, passes=-(-tiles // (2 * SMS)))
     elif operator in ("qkv", "gate_up") and 2 * tiles * shape.cluster <= SMS:  # few: smaller ones
-        if shape.cluster > 1:
-            shape = replace(shape, cluster=2 * shape.cluster)
+        if shape.cluster > 1:  # a tiny model's k is no work for so many
+            more = 2 if k % (256 * shape.cluster) == 0 else 1
+            shape = replace(shape, cluster=more * shape.cluster)
         else:
             halves = {"rows": shape.rows // 2, "wr": min(shape.wr, shape.rows // 32)}
             shape = replace(shape, **halves) if halves["wr"] else shape  # a warp's tile is 16 rows
-    while shape.cluster > 1 and k < 128 * shape.cluster:  # a tiny model's k is no work for many
-        shape = replace(shape, cluster=shape.cluster // 2)
     bk = shape.bk
     while k % (bk * shape.cluster):
         bk //= 2
     stages = min(shape.stages, k // (bk * shape.cluster)) if shape.passes == 1 else shape.stages
-    return replace(shape, bk=bk, stages=max(2, stages))
+    sums = shape.wk * max(8, tokens) * (shape.rows + 4) * 4  # at the end they lie in the ring
+    least = -(-sums // ((shape.rows + tokens) * bk * 2)) if shape.passes == 1 else 2
+    return replace(shape, bk=bk, stages=max(2, stages, least))
 
 
 @functools.cache
