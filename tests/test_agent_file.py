@@ -37,6 +37,7 @@ def test_an_author_writes_an_engine_through_the_folder(local_runs, tmp_path):
     assert len(json.loads(first.read_text())["messages"]) == 1
     text = (desk / "request-0001.md").read_text()
     assert "Phase `model`" in text and "engine-contract" in text
+    assert "- decode: submit and step" in text  # the whole way is known from the start
     assert not list(desk.rglob("*failures*"))
     (desk / "draft").mkdir(exist_ok=True)
     (desk / "draft" / "__init__.py").write_text("bad = 1\n")
@@ -45,9 +46,11 @@ def test_an_author_writes_an_engine_through_the_folder(local_runs, tmp_path):
     assert "FAILED" in (desk / "request-0002.md").read_text()
     assert (desk / "engine" / "__init__.py").read_text() == "bad = 1\n"
     (desk / "draft" / "__init__.py").write_text("good = 1\n")
-    reply(desk, "--submit")
+    reply(desk, "--gate", "alone", "--skill", "sampler", "--submit")
     wait_for(desk / "request-0003.json")
-    assert "Phase `decode`" in (desk / "request-0003.md").read_text()
+    text = (desk / "request-0003.md").read_text()
+    assert "Phase `decode`" in text
+    assert "[run_gate]\npassed" in text and "[read_skill]\n# sampler" in text  # of the last reply
     reply(desk, "--submit")
     thread.join(20)
     run = result["run"]

@@ -6,18 +6,26 @@ It holds nothing of the gates, the oracle or other engines.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import BaseModel
-
-from metainfer_lab.agent.tools import INPUTS, Bash
+from metainfer_lab.agent.providers import FileTransport, client
+from metainfer_lab.agent.tools import Tools, in_words
 from metainfer_lab.paths import tree_files, write_atomic
 from metainfer_lab.skills import Role, Skill, as_markdown, reachable
-from metainfer_lab.spec import Spec
 
-WRITES = " | create | str_replace | insert"  # commands of the editor that a reviewer has not
+if TYPE_CHECKING:
+    import anthropic
+
+    from metainfer_lab.agent.loop import Loop
+
+SHARED: dict[Role, str] = {
+    "implementer": "- `str_replace_based_edit_tool` {command: view | create | str_replace | insert,"
+    " path, ...}\n- `bash` {command}: a shell command in the sandbox",
+    "reviewer": "- `str_replace_based_edit_tool` {command: view, path}",
+}
 REPLY_SCRIPT = Path(__file__).with_name("reply_script.py")
 AUTHOR = """\
 # How to write this engine
@@ -49,8 +57,8 @@ the sources of libraries that contain models.
    reply that cannot be taken is answered by `reply-NNNN.error.txt`; write it again.
 
 Many calls in one reply are welcome: all files, gates and the submission at once. A phase begins
-with a fresh request: what a reply that passed its phase gave besides (gates, measurements) is not
-shown there; ask it alone if you want to see it. You need not use
+with a fresh request; what the reply that passed the one before gave besides (gates, measurements)
+stands at its head. You need not use
 reply.py: any `reply-NNNN.json` that holds a list of content blocks will do, for example
 
     [{"type": "text", "text": "why"},
@@ -92,43 +100,45 @@ returns when there is another request. A reply that cannot be taken is answered 
 
 @dataclass
 class Desk:
-    """A role's folder of one run; `refresh` brings it up to date before each request."""
+    """A role's folder beside a loop; it is brought up to date before each request."""
 
     folder: Path
-    spec: Spec
-    run_id: str
-    engine: Path
-    checkpoint: Callable[[], Path]
+    loop: Loop
     role: Role = "implementer"
+    guides: ClassVar[dict[Role, str]] = {"implementer": AUTHOR, "reviewer": REVIEWER}
 
-    def guide(self) -> str:
-        """What the role is told of its folder and its tools."""
-        writes = self.role == "implementer"
-        text = AUTHOR if writes else REVIEWER
-        return text + described(INPUTS[self.role], writes=writes)
+    def client(self) -> anthropic.Anthropic:
+        """A client whose replies come from the folder, which is told how the run ends."""
+        self.loop.closing.append(self.close)
+        return client(FileTransport(self.folder, self.replies, self.refresh))
+
+    def replies(self) -> int:
+        """How many requests have been answered here."""
+        return len(self.loop.transcript.replies(self.role))
 
     def refresh(self) -> None:
         """Write what the role reads, and mirror the engine's files."""
-        write_atomic(self.folder / "author.md", self.guide())
-        write_atomic(self.folder / "spec.yaml", self.spec.to_yaml())
-        write_atomic(self.folder / "run.txt", f"{self.run_id}\n")
+        spec, reviews = self.loop.spec, self.role == "reviewer"
+        guide = self.guides[self.role] + described(self.loop.tools, self.role)
+        write_atomic(self.folder / "author.md", guide)
+        write_atomic(self.folder / "spec.yaml", spec.to_yaml())
+        write_atomic(self.folder / "run.txt", f"{self.loop.run_id}\n")
         write_atomic(self.folder / "reply.py", REPLY_SCRIPT.read_text())
-        reviews = self.role == "reviewer"
-        write_skills(self.folder / "skills", reachable(self.spec), failures=reviews)
+        write_skills(self.folder / "skills", reachable(spec), failures=reviews)
+        mirror(self.loop.tools.engine, self.folder / "engine")
         if not reviews:
             self._lay_out_draft()
-        mirror(self.engine, self.folder / "engine")
 
     def _lay_out_draft(self) -> None:
         link = self.folder / "checkpoint"
         if not link.is_symlink():
-            link.symlink_to(self.checkpoint())
+            link.symlink_to(self.loop.tools.checkpoint())
         if not (self.folder / "draft").exists():
-            mirror(self.engine, self.folder / "draft")
+            mirror(self.loop.tools.engine, self.folder / "draft")
 
     def close(self, text: str) -> None:
         """Say how the run ended."""
-        mirror(self.engine, self.folder / "engine")
+        mirror(self.loop.tools.engine, self.folder / "engine")
         write_atomic(self.folder / "state.txt", text + "\n")
 
 
@@ -151,15 +161,10 @@ def mirror(source: Path, target: Path) -> None:
         shutil.copyfile(source / name, target / name)
 
 
-def described(inputs: Mapping[str, type[BaseModel]], *, writes: bool) -> str:
-    """Tools in words, for a guide: the editor, bash for who writes, and those of `inputs`."""
-    editor = (
-        "- `str_replace_based_edit_tool` {command: view | create | str_replace | insert, path, ...}"
-    )
-    shell = "- `bash` {command}: " + (Bash.__doc__ or "")
-    shared = [editor, shell] if writes else [editor.replace(WRITES, "")]
+def described(tools: Tools, role: Role) -> str:
+    """A role's tools in words."""
     own = [
-        f"- `{name}` {{{', '.join(model.model_fields)}}}: {' '.join((model.__doc__ or '').split())}"
-        for name, model in inputs.items()
+        f"- `{name}` {{{', '.join(model.model_fields)}}}: {in_words(model)}"
+        for name, model in tools.inputs[role].items()
     ]
-    return "\n".join([*shared, *own]) + "\n"
+    return "\n".join([SHARED[role], *own]) + "\n"

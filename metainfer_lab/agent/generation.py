@@ -8,26 +8,24 @@ import platform
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from metainfer_lab.agent import run as runs
 from metainfer_lab.agent.budget import Budget, BudgetSpent
+from metainfer_lab.agent.desk import Desk
 from metainfer_lab.agent.inspector import inspected
 from metainfer_lab.agent.loop import Loop, Stopped
 from metainfer_lab.agent.overlap import overlaps
 from metainfer_lab.agent.phases import phases as phases_of
-from metainfer_lab.agent.providers import FileTransport, client
+from metainfer_lab.agent.providers import NoTransport, client
 from metainfer_lab.agent.run import Run, RunInfo
 from metainfer_lab.agent.tools import Judge, Tools, measured, real_judge
 from metainfer_lab.agent.transcript import FILE, Transcript
 from metainfer_lab.agent.watch import view
 from metainfer_lab.errors import InputError
 from metainfer_lab.paths import write_atomic
-from metainfer_lab.skills import Role, config_of, load_skills
+from metainfer_lab.skills import config_of, load_skills
 from metainfer_lab.spec import Spec
-
-if TYPE_CHECKING:
-    import anthropic
 
 Provider = Literal["replay", "file", "anthropic"]
 MODEL, EFFORT = "claude-opus-5-5", "high"
@@ -75,19 +73,27 @@ def generate(
         run.replay(phases=phases, on_event=on_event or view())
         return run
     limits = {"attempts": attempts, "rejections": rejections, "wall_s": wall_s, "tokens": tokens}
+    limits = {"attempts": attempts, "rejections": rejections, "wall_s": wall_s, "tokens": tokens}
     budget = Budget.of(turns=turns, usd=budget_usd, **limits)
     _check_folders(provider, folder, reviewer)
     who = reviewed_by(provider, reviewer)
-    about = {"model": model, "effort": effort, "reviewer": who}
-    about["server"] = connection.get("base_url")
-    if provider == "anthropic":
-        _check_paid(connection, budget_usd)
-    home = _home(spec, provider, run_id, fresh, **about)
+    check_paid(provider, connection, budget_usd)
+    about = {"model": model, "effort": effort, "server": connection.get("base_url")}
+    home = None if fresh else unfinished(spec.id, "generation", provider, run_id)
+    home = home or new_run(spec, provider, run_id or runs.next_id(spec.id), reviewer=who, **about)
     if (then := Run(home).info.reviewer) != who:
         raise InputError(f"reviewer: run {home.name} has the reviewer {then!r}; keep it")
     with runs.locked(home):
-        loop = _loop(spec, home, budget, judge or real_judge(spec), on_event or view())
-        _connect(provider, loop, {"implementer": folder, "reviewer": reviewer}, connection)
+        loop = loop_of(home, judge or real_judge(spec), budget, on_event or view())
+        if provider == "anthropic":
+            from anthropic import Anthropic
+
+            loop.client = Anthropic(**connection)
+            loop.reviewer = loop.client if who != NO_REVIEWER else None
+        else:
+            loop.client = Desk(Path(folder).resolve(), loop).client()
+            if who != NO_REVIEWER:
+                loop.reviewer = Desk(Path(reviewer).resolve(), loop, "reviewer").client()
         return finish(loop, home)
 
 
@@ -95,11 +101,9 @@ def _check_folders(
     provider: Provider, folder: str | Path | None, reviewer: str | Path | None
 ) -> None:
     """Before anything is written: a file provider's author and reviewer have a folder each."""
-    if provider != "file":
-        return
-    if folder is None:
+    if provider == "file" and folder is None:
         raise InputError("folder: provider file needs the folder where the author answers")
-    if reviewer is not None and Path(reviewer).resolve() == Path(folder).resolve():
+    if provider == "file" and reviewer and Path(reviewer).resolve() == Path(folder).resolve():
         raise InputError("reviewer: is the author's folder; give it a folder of its own")
 
 
@@ -115,20 +119,24 @@ def reviewed_by(provider: Provider, reviewer: str | Path | None) -> str:
     return "coding agent through a folder of its own, model not stated"
 
 
-def _check_paid(connection: dict[str, Any], usd: float | None) -> None:
-    """Before anything is written: a key and a limit of what may be spent."""
+def check_paid(provider: str, connection: dict[str, Any], usd: float | None) -> None:
+    """Before anything is written: what calls the API has a key, and a limit of what it spends."""
+    if provider != "anthropic":
+        return
     if not (os.environ.get("ANTHROPIC_API_KEY") or connection.get("api_key")):
         raise InputError("ANTHROPIC_API_KEY: not set; provider anthropic needs it, others do not")
     if usd is None:
         raise InputError("budget_usd: provider anthropic needs one; say how much may be spent")
 
 
-def _home(spec: Spec, provider: Provider, run_id: str | None, fresh: bool, **about: Any) -> Path:
-    """The folder of the run to go on with, or of a new one."""
-    open_runs = [r for r in runs.runs(spec.id) if _goes_on(r, provider, run_id)]
-    if open_runs and not fresh:
-        return open_runs[-1].folder
-    return new_run(spec, provider, run_id or runs.next_id(spec.id), **about)
+def unfinished(spec: str, kind: runs.Kind, provider: str, run_id: str | None) -> Path | None:
+    """The folder of the latest local run that a call goes on with."""
+    known = [run for run in runs.runs(spec) if run.folder.parent == runs.LOCAL_RUNS]
+    for run in reversed(known):
+        same = (run.info.kind, run.info.provider) == (kind, provider)
+        if same and run.info.status != "passed" and run_id in (None, run.id):
+            return run.folder
+    return None
 
 
 def new_run(
@@ -151,33 +159,14 @@ def new_run(
         raise InputError(f"run {name}: exists and has ended; leave run_id out for a new one")
     (home / "verdicts").mkdir(parents=True, exist_ok=True)
     write_atomic(home / "spec.yaml", spec.to_yaml())
-    paid = provider == "anthropic"
-    info = RunInfo(
-        id=name,
-        spec=spec.id,
-        kind=kind,
-        provider=provider,
-        author=_author(provider, model, server),
-        reviewer=reviewer,
-        model=model if paid else None,
-        effort=effort if paid else None,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions=versions(),
-    )
-    runs.save(home, info)
+    about: dict[str, Any] = {"author": runs.AUTHORS.get(provider)}
+    if provider == "anthropic":
+        api = f"the server at {server}, asked for {model}" if server else f"{model} through the API"
+        about = {"author": api, "model": model, "effort": effort}
+    about |= {"id": name, "spec": spec.id, "kind": kind, "provider": provider, "reviewer": reviewer}
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    runs.save(home, RunInfo(created=created, versions=versions(), **about))
     return home
-
-
-def _author(provider: str, model: str, server: str | None) -> str:
-    if provider != "anthropic":
-        return runs.AUTHORS[provider]
-    return f"the server at {server}, asked for {model}" if server else f"{model} through the API"
-
-
-def _goes_on(run: Run, provider: str, run_id: str | None) -> bool:
-    unfinished = run.info.status != "passed" and run.folder.parent == runs.LOCAL_RUNS
-    unfinished &= run.info.kind == "generation"
-    return unfinished and run.info.provider == provider and run_id in (None, run.id)
 
 
 def versions() -> dict[str, str]:
@@ -201,21 +190,28 @@ def tools_of(spec: Spec, home: Path, judge: Judge, say: Callable[[str], None]) -
     )
 
 
-def _loop(spec: Spec, home: Path, budget: Budget, judge: Judge, say: Callable[[str], None]) -> Loop:
-    info = Run(home).info
-    return Loop(
-        spec=spec,
-        run_id=info.id,
-        phases=phases_of(spec, judge.gates),
-        transcript=Transcript(home / FILE, writable=True),
-        tools=tools_of(spec, home, judge, say),
-        client=None,  # type: ignore[arg-type]
-        model=info.model or NOT_STATED,
-        effort=info.effort,
-        budget=budget,
-        say=say,
-        paid=info.provider == "anthropic",
-    )
+def loop_of(
+    home: Path,
+    judge: Judge,
+    budget: Budget,
+    say: Callable[[str], None],
+    kind: type[Loop] = Loop,
+    /,
+    **more: Any,
+) -> Any:
+    """The loop of a run's folder, which asks nobody yet. more: what is another than in a new
+    generation."""
+    run = Run(home)
+    given = {
+        "phases": phases_of(run.spec, judge.gates) if "phases" not in more else (),
+        "transcript": Transcript(home / FILE, writable=True),
+        "tools": tools_of(run.spec, home, judge, say),
+        "client": client(NoTransport()),
+        "model": run.info.model or NOT_STATED,
+        "effort": run.info.effort,
+        "paid": run.info.provider == "anthropic",
+    }
+    return kind(spec=run.spec, run_id=run.id, budget=budget, say=say, **(given | more))
 
 
 def checkpoint_of(spec: Spec) -> Path:
@@ -223,34 +219,6 @@ def checkpoint_of(spec: Spec) -> Path:
     from metainfer_lab.checkpoints import fetch
 
     return fetch(spec)
-
-
-def _connect(
-    provider: Provider, loop: Loop, folders: dict[Role, Any], connection: dict[str, Any]
-) -> None:
-    """Give the loop its clients: where the author answers, and where the reviewer does, if any."""
-    reviewed = Run(loop.transcript.path.parent).info.reviewer != NO_REVIEWER
-    if provider == "anthropic":
-        from anthropic import Anthropic
-
-        loop.client = Anthropic(**connection)
-        loop.reviewer = loop.client if reviewed else None
-        return
-    loop.client = _desk(loop, folders["implementer"], "implementer")
-    loop.reviewer = _desk(loop, folders["reviewer"], "reviewer") if reviewed else None
-
-
-def _desk(loop: Loop, folder: str | Path, role: Role) -> anthropic.Anthropic:
-    """A client whose replies come from a folder, which is told how the run ends."""
-    from metainfer_lab.agent.desk import Desk
-
-    def replies() -> int:
-        return len(loop.transcript.replies(role))
-
-    where, tools = Path(folder).resolve(), loop.tools
-    desk = Desk(where, loop.spec, loop.run_id, tools.engine, tools.checkpoint, role)
-    loop.closing.append(desk.close)
-    return client(FileTransport(desk.folder, replies, desk.refresh))
 
 
 def finish(loop: Loop, home: Path, kind: type[Run] = Run) -> Run:

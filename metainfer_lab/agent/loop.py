@@ -7,8 +7,10 @@ last line: an answered request is never asked again, the engine's files are rebu
 from __future__ import annotations
 
 import shutil
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,10 +26,10 @@ from metainfer_lab.agent.tools import (
     EDITOR,
     ENDINGS,
     REMOVE,
+    SUBMIT,
     Result,
     Tools,
     apply_edit,
-    definitions,
 )
 from metainfer_lab.agent.transcript import Block, Judgement, Line, Transcript
 from metainfer_lab.agent.watch import status
@@ -42,6 +44,8 @@ MAX_TOKENS = 32_000
 STREAM_RETRIES, RETRY_S = 4, 2.0
 FAILURES_BEFORE_HINTS = 2
 CACHED = {"cache_control": {"type": "ephemeral"}}
+EMPTY = [{"type": "text", "text": "(an empty reply)"}]  # the API takes no empty message
+SILENT = (None, EDITOR, REMOVE, SUBMIT)  # calls whose results the next phase has no use for
 
 
 class Stopped(Exception):
@@ -81,7 +85,7 @@ class Loop:
         """Do the next thing; False when every phase has passed."""
         last = self.transcript.last
         if last is None:
-            self.open(self.phases[0], conversation=0, earlier="")
+            self.open(self.phases[0], conversation=0)
         elif last.author == "assistant" and last.stop_reason != "pause_turn":
             self._answer(last)
         elif last.findings:
@@ -89,7 +93,9 @@ class Loop:
         elif last.findings is not None:
             return self._next_phase(last)
         elif last.submission and last.submission.passed:
-            return self._judged_right(last)
+            if self.reviewer is None:
+                return self._next_phase(last)
+            self._open_review(last)
         else:
             self._ask(last)
         return True
@@ -98,25 +104,14 @@ class Loop:
         """A phase by its name."""
         return next(phase for phase in self.phases if phase.name == name)
 
-    def _judged_right(self, last: Line) -> bool:
-        if self.reviewer is None:
-            return self._next_phase(last)
-        self._open_review(last)
-        return True
-
     def _open_review(self, last: Line) -> None:
         """Begin a fresh context that holds code and skills alone."""
         phase = self.phase(last.phase)
         shown = route(self.spec, phase.name, "reviewer", skills=self.tools.skills)
-        text = review.opening(self.spec, phase, shown, self.tools.engine)
+        task, engine = review.task(phase), self.tools.engine
+        text = prompts.opening(task, self.spec, self.run_id, shown, (), engine)
         self.say(f"review of phase {phase.name}")
-        self.append(
-            conversation=last.conversation + 1,
-            phase=phase.name,
-            attempt=last.attempt,
-            role="reviewer",
-            message={"role": "user", "content": text},
-        )
+        self.tell(phase.name, last.conversation + 1, text, last.attempt, role="reviewer")
 
     def _send_back(self, last: Line) -> None:
         """The findings go to the implementer's conversation; after too many, to a person."""
@@ -124,44 +119,52 @@ class Loop:
         if len(rejections) >= self.budget.rejections:
             raise Stopped(review.report(last.phase, rejections))
         told = max(line.n for line in self.transcript.lines if line.role == "implementer")
+        conversation = self.transcript.lines[told].conversation
         visible = route(self.spec, last.phase, "reviewer", skills=self.tools.skills)
         many = len(rejections) >= review.REJECTIONS_BEFORE_HINTS
         hints = review.matching(findings, visible) if many else []
         self.say(f"phase {last.phase} sent back: {len(findings)} findings")
-        self.append(
-            conversation=self.transcript.lines[told].conversation,
-            phase=last.phase,
-            attempt=last.attempt + 1,
-            message={"role": "user", "content": review.returned(findings, hints)},
-        )
+        text = review.returned(findings, hints)
+        self.tell(last.phase, conversation, text, last.attempt + 1)
 
     def _next_phase(self, last: Line) -> bool:
         following = self.phases[self.phases.index(self.phase(last.phase)) + 1 :]
         self.say(f"phase {last.phase} passed (attempt {last.attempt})")
         if following:
             earlier = f"Phase `{last.phase}` has passed; its gates stay in force."
-            self.open(following[0], last.conversation + 1, earlier)
+            self.open(following[0], last.conversation + 1, earlier + self._besides())
         return bool(following)
 
-    def open(self, phase: Phase, conversation: int, earlier: str) -> None:
-        """Begin a conversation of a fresh context with a phase's task."""
-        shown = [skill for skill in self.tools.skills.values() if skill.name in phase.skills]
-        others = [s for s in self._visible() if s.name not in phase.skills]
-        text = prompts.opening(
-            self.spec, self.run_id, phase, shown, others, self.tools.engine, earlier
-        )
-        self.say(f"phase {phase.name}: {', '.join(phase.gates)}")
-        self.append(
-            conversation=conversation,
-            phase=phase.name,
-            attempt=1,
-            message={"role": "user", "content": text},
-        )
+    def _besides(self) -> str:
+        """What the reply that passed a phase was told beside its verdict, for the next context."""
+        lines = self.transcript.lines
+        judged = max(line.n for line in lines if line.submission)
+        names = {call["id"]: call["name"] for call in lines[judged - 1].calls}
+        told = [b for b in lines[judged].blocks if names.get(b.get("tool_use_id")) not in SILENT]
+        said = "\n\n".join(f"[{names[b['tool_use_id']]}]\n{b['content']}" for b in told)
+        return f" The reply that passed it was also told:\n\n{prompts.clip(said)}" if said else ""
 
-    def _visible(self) -> list[Skill]:
-        return [
-            skill for skill in reachable(self.spec, self.tools.skills) if skill.layer != "failures"
-        ]
+    def open(self, phase: Phase, conversation: int, earlier: str = "") -> None:
+        """Begin a conversation of a fresh context with a phase's task."""
+        others = [s for s in self.visible() if s.name not in phase.skills]
+        shown = [skill for skill in self.tools.skills.values() if skill.name in phase.skills]
+        task = prompts.task(phase, self.phases, earlier)
+        text = prompts.opening(task, self.spec, self.run_id, shown, others, self.tools.engine)
+        self.say(f"phase {phase.name}: {', '.join(phase.gates)}")
+        self.tell(phase.name, conversation, text)
+
+    def visible(self) -> list[Skill]:
+        """Skills that an author may read from the start: all of the spec but those on failures."""
+        skills = reachable(self.spec, self.tools.skills)
+        return [skill for skill in skills if skill.layer != "failures"]
+
+    def tell(
+        self, phase: str, conversation: int, text: str, attempt: int = 1, **fields: Any
+    ) -> None:
+        """Add a message of the loop's own."""
+        message = {"role": "user", "content": text}
+        where = {"conversation": conversation, "phase": phase, "attempt": attempt}
+        self.append(message=message, **where, **fields)
 
     def append(self, *, seconds: float = 0.0, **fields: Any) -> None:
         """Add a line to the transcript, with the hash of the tree as it now is."""
@@ -176,9 +179,7 @@ class Loop:
         begun = time.monotonic()
         reply = self._stream(request, last.role)
         content = scrub_all([block.to_dict() for block in reply.content], self.tools.names)
-        content = content or [
-            {"type": "text", "text": "(an empty reply)"}
-        ]  # the API takes no empty one
+        content = content or EMPTY
         self.append(
             seconds=time.monotonic() - begun,
             conversation=last.conversation,
@@ -199,7 +200,7 @@ class Loop:
         request: dict[str, Any] = {
             "model": self.model,
             "system": [{"type": "text", "text": rules, **CACHED}],
-            "tools": definitions(last.role),
+            "tools": self.tools.definitions(last.role),
             "messages": [*messages[:-1], _cached(messages[-1])],
         }
         if self.effort:
@@ -310,16 +311,23 @@ def rebuild(lines: Iterable[Line], engine: Path) -> None:
             rebuild(lines[: line.restores + 1], engine)
         if line.author == "assistant" and line.role == "implementer":
             for block in executed(line):
-                replay_edit(engine, block)
+                _repeat(engine, block)
 
 
-def replay_edit(engine: Path, block: Block) -> None:
+def _repeat(engine: Path, block: Block) -> None:
     """Repeat an edit; one that was refused then is refused now."""
     if block["name"] in (EDITOR, REMOVE):
-        try:
+        with suppress(ToolError, ValidationError):
             apply_edit(engine, block["name"], block["input"])
-        except (ToolError, ValidationError):
-            return
+
+
+@contextmanager
+def tree_of(lines: Iterable[Line]) -> Iterator[Path]:
+    """The engine's files as lines of a transcript leave them, in a folder of their own."""
+    with tempfile.TemporaryDirectory(prefix="tree-") as scratch:
+        folder = Path(scratch).resolve() / "engine"
+        rebuild(lines, folder)
+        yield folder
 
 
 def _cached(message: dict[str, Any]) -> dict[str, Any]:

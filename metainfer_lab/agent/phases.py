@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from metainfer_lab.skills import Role, Skill, route, traits
 from metainfer_lab.spec import Spec
@@ -33,32 +33,15 @@ class Phase:
         return self.regression_gates + self.gates
 
 
-@dataclass(frozen=True)
-class _Template:
+class _Template(NamedTuple):
     name: str
     goal: str
     gates: tuple[str, ...]
     when: Callable[[Spec, dict[str, str]], bool] = lambda spec, known: True
 
 
-def _on_gpu(spec: Spec, known: dict[str, str]) -> bool:
-    return known["device"] == "gpu"
-
-
 def _recurrent(spec: Spec, known: dict[str, str]) -> bool:
     return known["family"] == "qwen3_5_moe"
-
-
-def _many_operators(spec: Spec, known: dict[str, str]) -> bool:
-    return _on_gpu(spec, known) or _recurrent(spec, known)
-
-
-def _parallel(spec: Spec, known: dict[str, str]) -> bool:
-    return spec.parallel.tp > 1
-
-
-def _has_goals(spec: Spec, known: dict[str, str]) -> bool:
-    return bool(spec.goals.model_dump(exclude_defaults=True))
 
 
 TEMPLATES = (
@@ -66,7 +49,7 @@ TEMPLATES = (
         "operators",
         "load(), and each operator alone: its naive form and, on a GPU, its kernel",
         ("operators",),
-        _many_operators,
+        lambda spec, known: known["device"] == "gpu" or _recurrent(spec, known),
     ),
     _Template(
         "model",
@@ -94,9 +77,17 @@ TEMPLATES = (
         "long answers and many requests: no drift, no allocation in steady decode, no leak",
         ("drift", "memory"),
     ),
-    _Template("parallel", "several devices, one model", ("parallel",), _parallel),
     _Template(
-        "speed", "the spec's goals, with every earlier gate still passed", ("speed",), _has_goals
+        "parallel",
+        "several devices, one model",
+        ("parallel",),
+        lambda spec, known: spec.parallel.tp > 1,
+    ),
+    _Template(
+        "speed",
+        "the spec's goals, with every earlier gate still passed",
+        ("speed",),
+        lambda spec, known: bool(spec.goals.model_dump(exclude_defaults=True)),
     ),
 )
 

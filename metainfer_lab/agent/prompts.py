@@ -41,29 +41,39 @@ Rules
 """
 
 
+def task(phase: Phase, phases: Sequence[Phase], earlier: str = "") -> str:
+    """A phase's task, among all the phases that there are; earlier: what came before."""
+    ends = f"It ends when these gates pass: {', '.join(phase.all_gates)}"
+    ends += f" (new here: {', '.join(phase.gates)})." if phase.regression_gates else "."
+    order = f"## All phases, in order\n{in_order(phases)}"
+    head = f"# Phase `{phase.name}`: {phase.goal}"
+    return "\n\n".join(part for part in (head, ends, earlier, order) if part)
+
+
+def in_order(phases: Sequence[Phase]) -> str:
+    """Phases with their goals and gates, one a line."""
+    return "\n".join(f"- {p.name}: {p.goal} ({', '.join(p.gates)})" for p in phases)
+
+
 def opening(
+    task: str,
     spec: Spec,
     run_id: str,
-    phase: Phase,
     skills: Sequence[Skill],
     others: Sequence[Skill],
     engine: Path,
-    earlier: str,
 ) -> str:
-    """The first message of a phase: task, spec, files, skills in full, others by name."""
+    """The first message of a context: task, spec, files, skills in full, others by name."""
     parts = [
-        f"# Phase `{phase.name}`: {phase.goal}",
-        f"It ends when these gates pass: {', '.join(phase.all_gates)}"
-        + (f" (new here: {', '.join(phase.gates)})." if phase.regression_gates else "."),
-        earlier,
+        task,
         f"## Spec (run id `{run_id}`)\n```yaml\n{spec}\n```",
         f"## Engine folder\n{listed(engine)}",
-        "## Skills of this phase\n" + "\n\n".join(f"### {s.name}\n{s.body}" for s in skills),
+        "## Skills\n" + "\n\n".join(f"### {s.name}\n{s.body}" for s in skills),
     ]
     if others:
         names = "\n".join(f"- {s.name}: {s.description}" for s in others)
-        parts.append(f"## Skills of other phases (read_skill shows them)\n{names}")
-    return "\n\n".join(part for part in parts if part)
+        parts.append(f"## More skills (read_skill shows them)\n{names}")
+    return "\n\n".join(parts)
 
 
 def listed(engine: Path) -> str:

@@ -7,6 +7,7 @@ record even after a divergence, so that every divergence is found, not the first
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from metainfer_lab.agent.loop import Loop, Stopped, rebuild
 from metainfer_lab.agent.phases import Phase
 from metainfer_lab.agent.providers import ReplayTransport, client
 from metainfer_lab.agent.tools import EDITOR, REMOVE, REVIEW, Judge, Result, Tools, real_judge
-from metainfer_lab.agent.transcript import FILE, Block, Judgement, Line, Transcript
+from metainfer_lab.agent.transcript import Block, Judgement, Line
 from metainfer_lab.agent.watch import say_plainly
 from metainfer_lab.errors import InputError
 from metainfer_lab.skills import Role, route
@@ -178,33 +179,23 @@ def replay(
 
 def _loop(run: Run, report: Report, home: Path, judge: Judge, say: Callable[[str], None]) -> Loop:
     """The loop that made the record, over a transport that gives the recorded replies."""
-    from metainfer_lab.agent.generation import NOT_STATED, tools_of
+    from metainfer_lab.agent.generation import loop_of, tools_of
 
-    record, transcript = run.transcript, Transcript(home / FILE, writable=True)
-    lines = record.lines
-    tools = ReplayTools(
-        **vars(tools_of(run.spec, home, judge, say)),
-        recorded=lines,
-        report=report,
-        folder=run.folder / "verdicts",
-    )
+    for name in ("run.json", "spec.yaml"):
+        shutil.copyfile(run.folder / name, home / name)
+    record, verdicts = run.transcript, run.folder / "verdicts"
+    lines, most = record.lines, len(record.lines) + 1
+    given = vars(tools_of(run.spec, home, judge, say))
+    tools = ReplayTools(**given, recorded=lines, report=report, folder=verdicts)
     if (broken := record.broken_link()) is not None:
         tools.diverged(lines[broken].phase, "record", "a whole chain", f"broken at line {broken}")
-    author = client(ReplayTransport(record.replies(), lambda: len(transcript.replies())))
-    return Loop(
-        spec=run.spec,
-        run_id=run.id,
-        phases=_phases(run.spec, lines),
-        transcript=transcript,
-        tools=tools,
-        client=author,
-        reviewer=author if any(line.role == "reviewer" for line in lines) else None,
-        model=run.info.model or NOT_STATED,
-        effort=None,
-        budget=Budget(turns=len(lines) + 1, attempts=len(lines) + 1, rejections=len(lines) + 1),
-        say=say,
-        after=tools.compare_line,
-    )
+    budget = Budget(turns=most, attempts=most, rejections=most)
+    other = {"tools": tools, "after": tools.compare_line, "paid": False}
+    loop = loop_of(home, judge, budget, say, phases=_phases(run.spec, lines), **other)
+    replies = record.replies()
+    loop.client = client(ReplayTransport(replies, lambda: len(loop.transcript.replies())))
+    loop.reviewer = loop.client if any(reply.role == "reviewer" for reply in replies) else None
+    return loop
 
 
 def _phases(spec: Spec, lines: Sequence[Line]) -> list[Phase]:

@@ -20,7 +20,7 @@ def files(folder):
     return found
 
 
-def tool(name, **given):
+def tool(name, /, **given):
     """One tool call."""
     return {"type": "tool_use", "name": name, "input": given}
 

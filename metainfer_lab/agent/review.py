@@ -7,13 +7,10 @@ after the second rejection with the skills on such failures, after the third to 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from metainfer_lab.agent.phases import Phase
-from metainfer_lab.agent.prompts import listed
 from metainfer_lab.agent.transcript import Finding
 from metainfer_lab.skills import Skill
-from metainfer_lab.spec import Spec
 
 REJECTIONS_BEFORE_HINTS = 2
 SYSTEM = """\
@@ -32,16 +29,10 @@ right; you look for what they cannot see.
 NO_CALL = "No review was handed in. Go on reading, and end with submit_review."
 
 
-def opening(spec: Spec, phase: Phase, skills: Sequence[Skill], engine: Path) -> str:
-    """The reviewer's task: phase, spec, files, skills in full, those on failures included."""
-    parts = [
-        f"# Review of phase `{phase.name}`: {phase.goal}",
-        f"The gates {', '.join(phase.all_gates)} have passed.",
-        f"## Spec\n```yaml\n{spec}\n```",
-        f"## Engine folder\n{listed(engine)}",
-        "## Skills of this phase\n" + "\n\n".join(f"### {s.name}\n{s.body}" for s in skills),
-    ]
-    return "\n\n".join(parts)
+def task(phase: Phase) -> str:
+    """What a reviewer is asked."""
+    passed = f"The gates {', '.join(phase.all_gates)} have passed."
+    return f"# Review of phase `{phase.name}`: {phase.goal}\n\n{passed}"
 
 
 def returned(findings: Sequence[Finding], hints: Sequence[Skill]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import fcntl
 import json
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from metainfer_lab.agent.budget import total_cost
-from metainfer_lab.agent.loop import rebuild
+from metainfer_lab.agent.loop import tree_of
 from metainfer_lab.agent.transcript import FILE, Finding, Judgement, Line, Transcript
-from metainfer_lab.agent.turns import ROW, diff, lines_of_code, row
+from metainfer_lab.agent.turns import diff, lines_of_code, row
 from metainfer_lab.errors import InputError
 from metainfer_lab.paths import ENGINES, LOCAL, RUNS, write_atomic
 from metainfer_lab.spec import Spec
@@ -193,29 +192,24 @@ class Run:
         )
 
     def _diff(self, reply: Line) -> str:
-        with self._tree_before(reply.n) as before, self._tree_before(reply.n + 1) as after:
+        lines = self.transcript.lines
+        with tree_of(lines[: reply.n + 1]) as before, tree_of(lines[: reply.n + 2]) as after:
             return diff(before, after)
-
-    @contextmanager
-    def _tree_before(self, n: int) -> Iterator[Path]:
-        """The engine's files as they were when line n was written."""
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = Path(scratch) / "engine"
-            answered = self.transcript.lines[: n + 1]
-            rebuild(answered, folder)
-            yield folder
 
     def timeline(self) -> pd.DataFrame:
         """One row a turn: time, phase, attempt, calls, gates and their outcome, lines, tokens."""
         import pandas as pd
 
-        return pd.DataFrame([row(i, *turn) for i, turn in enumerate(self._turns, 1)], columns=ROW)
+        return pd.DataFrame([row(i, *turn[1:]) for i, turn in enumerate(self._turns, 1)])
 
     def summary(self) -> Summary:
         """Attempts, verdicts, tokens, cost, size and time of the run."""
         lines = self.transcript.lines
         usages = [line.usage for line in lines if line.usage]
+        said = sum(usage["output_tokens"] for usage in usages)
         judged = [j for line in lines for j in line.judgements]
+        with tree_of(lines) as engine:
+            size = lines_of_code(engine)
         return Summary(
             passed=self.info.status == "passed" and not (self.report and self.report.divergences),
             turns=sum(line.author == "assistant" for line in lines),
@@ -223,11 +217,9 @@ class Run:
             failed_verdicts=sum(not j.passed for j in judged),
             rejections=sum(bool(line.findings) for line in lines),
             divergences=len(self.report.divergences) if self.report else 0,
-            lines_of_code=self._lines_of_code(),
-            input_tokens=sum(sum(u.values()) - u["output_tokens"] for u in usages)
-            if usages
-            else None,
-            output_tokens=sum(u["output_tokens"] for u in usages) if usages else None,
+            lines_of_code=size,
+            input_tokens=sum(map(sum, map(dict.values, usages))) - said if usages else None,
+            output_tokens=said if usages else None,
             cost_usd=self.cost,
             seconds=round(sum(line.seconds for line in lines), 1),
             tree=lines[-1].tree if lines else "",
@@ -235,12 +227,6 @@ class Run:
                 include={"id", "spec", "status", "reason", "provider", "author", "reviewer"}
             ),
         )
-
-    def _lines_of_code(self) -> int:
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = Path(scratch) / "engine"
-            rebuild(self.transcript.lines, folder)
-            return lines_of_code(folder)
 
     def replay(self, phases: Sequence[str] | None = None, **options: Any) -> Report:
         """Carry the tool calls out again, gates for real in `phases`; divergences are listed."""

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from metainfer_lab.agent.providers import stream_events
-from metainfer_lab.agent.tools import EDITOR
+from metainfer_lab.agent.tools import calls, creations
 
 USAGE = {"input_tokens": 1000, "output_tokens": 200}
 
@@ -62,12 +62,7 @@ class StandIn:
 
 def writes(files: Mapping[str, str], then: str, **given: Any) -> dict[str, Any]:
     """A reply that creates files (name -> text) and then calls one tool."""
-    edits = [{"command": "create", "path": name, "file_text": text} for name, text in files.items()]
-    calls = [*((EDITOR, edit) for edit in edits), (then, given)]
-    content = [
-        {"type": "tool_use", "id": f"toolu_{i:04d}", "name": name, "input": given}
-        for i, (name, given) in enumerate(calls)
-    ]
+    content = calls([*creations(files), (then, given)])
     return {"content": content, "stop_reason": "tool_use"}
 
 

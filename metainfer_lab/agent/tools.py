@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -103,25 +103,30 @@ INPUTS: dict[Role, dict[str, type[_Input]]] = {
 }
 
 
-def definitions(role: Role = "implementer") -> list[dict[str, Any]]:
-    """A role's tools as the Messages API takes them, in a fixed order (the prompt cache needs
-    one)."""
-    own = [
-        {"name": name, "description": _said(model), "input_schema": _schema(model)}
-        for name, model in INPUTS[role].items()
+def calls(made: Iterable[tuple[str, dict[str, Any]]], prefix: str = "toolu") -> list[Block]:
+    """Calls, each a name and its input, as the blocks of a reply."""
+    return [
+        {"type": "tool_use", "id": f"{prefix}_{i:04d}", "name": name, "input": given}
+        for i, (name, given) in enumerate(made)
     ]
-    shell = [{"type": "bash_20250124", "name": "bash"}] if role == "implementer" else []
-    return [{"type": "text_editor_20250728", "name": EDITOR}, *shell, *own]
 
 
-def _said(model: type[BaseModel]) -> str:
+def creations(files: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
+    """Calls that write files (name -> text) anew."""
+    return [
+        (EDITOR, {"command": "create", "path": name, "file_text": text})
+        for name, text in files.items()
+    ]
+
+
+def texts(folder: Path) -> dict[str, str]:
+    """An engine's files, name -> text."""
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in tree_files(folder)}
+
+
+def in_words(model: type[BaseModel]) -> str:
+    """What a tool is for, on one line."""
     return " ".join((model.__doc__ or "").split())
-
-
-def _schema(model: type[BaseModel]) -> dict[str, Any]:
-    schema = model.model_json_schema()
-    names = ("type", "properties", "required", "$defs")
-    return {key: schema[key] for key in names if key in schema}
 
 
 @dataclass(frozen=True)
@@ -154,6 +159,8 @@ class Tools:
     engine: Path
     verdicts: Path
     skills: dict[str, Skill]
+    inputs: ClassVar[Mapping[Role, Mapping[str, type[BaseModel]]]] = INPUTS
+
     judge: Judge
     inspect: Callable[[Path, Sequence[str], str], str]
     measure: Callable[[Path], str]
@@ -174,6 +181,16 @@ class Tools:
         result.text = prompts.clip(scrub(result.text, self.names))
         return result
 
+    def definitions(self, role: Role = "implementer") -> list[dict[str, Any]]:
+        """A role's tools as the Messages API takes them, in an order that never changes (the
+        prompt cache needs one)."""
+        shell = [{"type": "bash_20250124", "name": "bash"}] if role == "implementer" else []
+        own = [
+            {"name": name, "description": in_words(model), "input_schema": _schema(model)}
+            for name, model in self.inputs[role].items()
+        ]
+        return [{"type": "text_editor_20250728", "name": EDITOR}, *shell, *own]
+
     def _dispatch(self, name: str, given: Any, phase: Phase, role: Role) -> Result:
         if name == EDITOR:
             command = TypeAdapter(Edit).validate_python(given)
@@ -182,10 +199,13 @@ class Tools:
             return Result(edit(self.engine, command))
         if name == "bash" and role == "implementer":
             return self._bash(Bash.model_validate(given))
-        if name not in INPUTS[role]:
-            known = ", ".join(tool["name"] for tool in definitions(role))
+        if name not in self.inputs[role]:
+            known = ", ".join(tool["name"] for tool in self.definitions(role))
             raise ToolError(f"no tool {name!r}; there are {known}")
-        match INPUTS[role][name].model_validate(given):
+        return self._do(self.inputs[role][name].model_validate(given), phase)
+
+    def _do(self, asked: BaseModel, phase: Phase) -> Result:
+        match asked:
             case RemoveFile(path=path):
                 return Result(apply_edit(self.engine, REMOVE, {"path": path}))
             case ReadSkill(name=skill):
@@ -201,27 +221,23 @@ class Tools:
         return Result(self.measure(self.engine))
 
     def _read_skill(self, name: str) -> Result:
-        if name not in self.skills:
-            raise ToolError(f"no skill {name!r}; there are {', '.join(self.skills)}")
+        _known("skill", name, self.skills)
         return Result(str(self.skills[name]))
 
     def _reviewed(self, findings: list[Finding]) -> Result:
         """A review whose findings point at lines that exist and at skills that exist."""
-        files = {path.relative_to(self.engine).as_posix(): path for path in tree_files(self.engine)}
+        files = texts(self.engine)
         for finding in findings:
-            if finding.file not in files:
-                raise ToolError(f"findings: no file {finding.file!r}; there are {', '.join(files)}")
-            lines = len(files[finding.file].read_text().splitlines())
+            _known("file", finding.file, files)
+            _known("skill", finding.skill, self.skills)
+            lines = len(files[finding.file].splitlines())
             if finding.line > lines:
                 raise ToolError(f"findings: {finding.file} has {lines} lines, no {finding.line}")
-            if finding.skill not in self.skills:
-                raise ToolError(f"findings: no skill {finding.skill!r}")
         return Result(f"{len(findings)} findings taken", findings=findings)
 
     def _run_gates(self, gates: list[str]) -> Result:
-        unknown = [gate for gate in gates if gate not in self.judge.gates]
-        if unknown:
-            raise ToolError(f"no gate {unknown[0]!r}; there are {', '.join(self.judge.gates)}")
+        for gate in gates:
+            _known("gate", gate, self.judge.gates)
         return self._judged(gates, submission=False)
 
     def _judged(self, gates: list[str], *, submission: bool) -> Result:
@@ -258,14 +274,21 @@ class Tools:
             return Result("each call is a new shell; there is nothing to restart")
         checkpoint = self.checkpoint()
         script = BASH_SETUP.format(checkpoint=checkpoint) + given.command
-        done = sandbox.run(
-            ["bash", "-c", script],
-            cwd=self.engine,
-            readable=[checkpoint],
-            timeout_s=BASH_SECONDS,
-        )
+        limits = {"cwd": self.engine, "readable": [checkpoint], "timeout_s": BASH_SECONDS}
+        done = sandbox.run(["bash", "-c", script], **limits)
         end = f"stopped after {BASH_SECONDS} s" if done.timed_out else f"exit {done.rc}"
         return Result(f"{done.stdout}{done.stderr}[{end}]", is_error=done.rc != 0)
+
+
+def _known(kind: str, name: str, names: Collection[str]) -> None:
+    if name not in names:
+        raise ToolError(f"no {kind} {name!r}; there are {', '.join(names) or 'none'}")
+
+
+def _schema(model: type[BaseModel]) -> dict[str, Any]:
+    schema = model.model_json_schema()
+    names = ("type", "properties", "required", "$defs")
+    return {key: schema[key] for key in names if key in schema}
 
 
 def apply_edit(engine: Path, name: str, given: Any) -> str:

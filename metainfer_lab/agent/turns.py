@@ -9,46 +9,33 @@ from pathlib import Path
 from typing import Any
 
 from metainfer_lab.agent.loop import executed
+from metainfer_lab.agent.tools import texts
 from metainfer_lab.agent.transcript import Line
-from metainfer_lab.paths import tree_files
-
-ROW = [
-    "turn",
-    "time",
-    "seconds",
-    "role",
-    "phase",
-    "attempt",
-    "calls",
-    "gates",
-    "passed",
-    "submission",
-]
-ROW += ["findings", "lines_added", "lines_removed", "input_tokens", "output_tokens", "tree"]
 
 
-def row(number: int, asked: Line, reply: Line, results: Line | None) -> list[Any]:
-    judged = results.judgements if results else []
+def row(number: int, reply: Line, results: Line | None) -> dict[str, Any]:
+    """A turn as a row of the timeline; what nobody said, or no gate judged, is None."""
+    judged, usage = results.judgements if results else [], reply.usage or {}
+    findings = results.findings if results else None
     added, removed = _changed(reply)
-    usage = reply.usage or {}
-    return [
-        number,
-        reply.time,
-        reply.seconds + (results.seconds if results else 0.0),
-        reply.role,
-        reply.phase,
-        reply.attempt,
-        _counted(call["name"] for call in reply.calls),
-        ", ".join(dict.fromkeys(gate for j in judged for gate in j.gates)),
-        all(j.passed for j in judged) if judged else None,
-        any(j.submission for j in judged),
-        len(results.findings) if results and results.findings is not None else None,
-        added,
-        removed,
-        usage.get("input_tokens"),
-        usage.get("output_tokens"),
-        (results or reply).tree,
-    ]
+    return {
+        "turn": number,
+        "time": reply.time,
+        "seconds": reply.seconds + (results.seconds if results else 0.0),
+        "role": reply.role,
+        "phase": reply.phase,
+        "attempt": reply.attempt,
+        "calls": _counted(call["name"] for call in reply.calls),
+        "gates": ", ".join(dict.fromkeys(gate for j in judged for gate in j.gates)),
+        "passed": all(j.passed for j in judged) if judged else None,
+        "submission": any(j.submission for j in judged),
+        "findings": None if findings is None else len(findings),
+        "lines_added": added,
+        "lines_removed": removed,
+        "input_tokens": usage.get("input_tokens"),
+        "output_tokens": usage.get("output_tokens"),
+        "tree": (results or reply).tree,
+    }
 
 
 def _counted(names: Iterable[str]) -> str:
@@ -67,19 +54,15 @@ def _changed(reply: Line) -> tuple[int, int]:
 
 def diff(before: Path, after: Path) -> str:
     """Unified diff of two trees."""
-    names = {p.relative_to(root).as_posix() for root in (before, after) for p in tree_files(root)}
+    old, new = texts(before), texts(after)
     parts = []
-    for name in sorted(names):
-        old, new = (_lines(root / name) for root in (before, after))
-        parts += difflib.unified_diff(old, new, f"a/{name}", f"b/{name}", n=2)
+    for name in sorted(old.keys() | new.keys()):
+        sides = (side.get(name, "").splitlines(keepends=True) for side in (old, new))
+        parts += difflib.unified_diff(*sides, f"a/{name}", f"b/{name}", n=2)
     return "".join(part if part.endswith("\n") else part + "\n" for part in parts)
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines(keepends=True) if path.is_file() else []
 
 
 def lines_of_code(folder: Path) -> int:
     """Lines of an engine's Python files that are not blank."""
-    texts = [path.read_text() for path in tree_files(folder) if path.suffix == ".py"]
-    return sum(bool(line.strip()) for text in texts for line in text.splitlines())
+    sources = [text for name, text in texts(folder).items() if name.endswith(".py")]
+    return sum(bool(line.strip()) for text in sources for line in text.splitlines())

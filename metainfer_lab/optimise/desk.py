@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 import httpx2
 
-from metainfer_lab.agent.desk import Desk, described, mirror
+from metainfer_lab.agent.desk import Desk, mirror
 from metainfer_lab.agent.providers import stream_response
-from metainfer_lab.agent.tools import EDITOR, PROPOSE, REMOVE
-from metainfer_lab.agent.transcript import Block
+from metainfer_lab.agent.tools import PROPOSE, REMOVE, calls, creations, texts
 from metainfer_lab.engine.manifest import FILE as MANIFEST
 from metainfer_lab.optimise.records import Proposal
-from metainfer_lab.optimise.tools import inputs
-from metainfer_lab.paths import tree_files, tree_hash, write_atomic
+from metainfer_lab.paths import tree_hash, write_atomic
+from metainfer_lab.skills import Role
+
+if TYPE_CHECKING:
+    from metainfer_lab.optimise.loop import Search
 
 AUTHOR = """\
 # How to make this engine faster
@@ -59,24 +61,24 @@ rule of its own (attempts, plateau, roofline reached); `state.txt` then says so.
 
 @dataclass
 class OptimiserDesk(Desk):
-    """home: the run's folder, whose ledger and diffs are shown."""
+    """A desk that shows the ledger and every diff as well."""
 
-    home: Path = Path()
-    attempt: Callable[[], str] = lambda: ""
+    loop: Search
+    guides: ClassVar[dict[Role, str]] = {"implementer": AUTHOR}
 
-    def guide(self) -> str:
-        """How to propose."""
-        return AUTHOR + described(inputs(), writes=True)
+    def replies(self) -> int:
+        """One less than were recorded: for the start's files nobody was asked."""
+        return super().replies() - 1
 
     def refresh(self) -> None:
         """Bring everything up to date; a new attempt begins with a fresh draft."""
         super().refresh()
-        write_atomic(self.folder / "ledger.tsv", (self.home / "ledger.tsv").read_text())
-        for path in sorted((self.home / "diffs").glob("*.diff")):
-            write_atomic(self.folder / "diffs" / path.name, path.read_text())
-        marker, now = self.folder / "attempt.txt", self.attempt() + "\n"
+        home = self.loop.home
+        for path in (home / "ledger.tsv", *sorted((home / "diffs").glob("*.diff"))):
+            write_atomic(self.folder / path.relative_to(home), path.read_text())
+        marker, now = self.folder / "attempt.txt", self.loop.transcript.lines[-1].phase + "\n"
         if not marker.is_file() or marker.read_text() != now:
-            mirror(self.engine, self.folder / "draft")
+            mirror(self.loop.tools.engine, self.folder / "draft")
             write_atomic(marker, now)
 
 
@@ -91,32 +93,18 @@ class OneProposal(httpx2.BaseTransport):
         self.proposal, self.asked = proposal, False
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
-        body = json.loads(request.content)
         self.asked = True
-        edits = changes(self.engine, self.theirs, self.run_id)
-        content = [*edits, _call(PROPOSE, self.proposal.model_dump())]
-        for number, block in enumerate(content):
-            block["id"] = f"toolu_{tree_hash(self.theirs)[:12]}_{number:03d}"
-        reply = {"content": content, "stop_reason": "tool_use", "model": body["model"]}
-        return stream_response(reply)
+        old, new = texts(self.engine), files_of(self.theirs, self.run_id)
+        edits = creations({name: text for name, text in new.items() if old.get(name) != text})
+        edits += [(REMOVE, {"path": name}) for name in sorted(old.keys() - new.keys())]
+        made = [*edits, (PROPOSE, self.proposal.model_dump())]
+        content = calls(made, f"toolu_{tree_hash(self.theirs)[:12]}")
+        model = json.loads(request.content)["model"]
+        return stream_response({"content": content, "stop_reason": "tool_use", "model": model})
 
 
-def changes(ours: Path, theirs: Path, run_id: str) -> list[Block]:
-    """Edits that make one tree equal to another, whose engine.json keeps naming the run."""
-    old = {path.relative_to(ours).as_posix(): path.read_text() for path in tree_files(ours)}
-    new = {edit["path"]: edit for edit in as_edits(theirs, run_id)}
-    edits = [_call(EDITOR, e) for name, e in new.items() if old.get(name) != e["file_text"]]
-    return edits + [_call(REMOVE, {"path": name}) for name in sorted(old.keys() - new.keys())]
-
-
-def as_edits(folder: Path, run_id: str) -> Iterator[dict[str, str]]:
-    """Edits that write an engine's files anew, its engine.json naming the run."""
-    for path in tree_files(folder):
-        name, text = path.relative_to(folder).as_posix(), path.read_text()
-        if name == MANIFEST:
-            text = json.dumps(json.loads(text) | {"run": run_id}, indent=2) + "\n"
-        yield {"command": "create", "path": name, "file_text": text}
-
-
-def _call(name: str, given: dict) -> Block:
-    return {"type": "tool_use", "name": name, "input": given}
+def files_of(folder: Path, run_id: str) -> dict[str, str]:
+    """An engine's files, name -> text, its engine.json naming the run."""
+    files = texts(folder)
+    files[MANIFEST] = json.dumps(json.loads(files[MANIFEST]) | {"run": run_id}, indent=2) + "\n"
+    return files

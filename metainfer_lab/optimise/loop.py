@@ -8,18 +8,18 @@ where it stood: no row is lost, none is written twice.
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from metainfer_lab.agent.editor import ToolError
-from metainfer_lab.agent.loop import CACHED, Loop, Stopped, rebuild
+from metainfer_lab.agent.loop import CACHED, Loop, Stopped, rebuild, tree_of
 from metainfer_lab.agent.phases import Phase
-from metainfer_lab.agent.tools import EDITOR, Result
+from metainfer_lab.agent.prompts import opening
+from metainfer_lab.agent.tools import Result, calls, creations
 from metainfer_lab.agent.transcript import Block as Content
 from metainfer_lab.agent.transcript import Judgement, Line
 from metainfer_lab.agent.turns import diff
@@ -27,14 +27,13 @@ from metainfer_lab.bench import ledger, results
 from metainfer_lab.engine.manifest import FILE as MANIFEST
 from metainfer_lab.optimise import prompts, search
 from metainfer_lab.optimise.bench import Bench, Broken
-from metainfer_lab.optimise.desk import as_edits
+from metainfer_lab.optimise.desk import files_of
 from metainfer_lab.optimise.records import MAIN, OBJECTIVE, Block, Profile, Proposal, Settings
 from metainfer_lab.optimise.search import BASELINE, FINAL, Row
 from metainfer_lab.optimise.size import code_lines
-from metainfer_lab.optimise.tools import OptimiserTools, offered
+from metainfer_lab.optimise.tools import OptimiserTools
 from metainfer_lab.optimise.trial import Events, Trial, baseline, final
 from metainfer_lab.paths import tree_hash, write_atomic
-from metainfer_lab.skills import reachable
 
 START, ATTEMPT = "start", "attempt-"
 SHOWN = ("measurement",)  # skills given in full; of the deployment's layer all are
@@ -60,7 +59,7 @@ class Search(Loop):
         last = self.transcript.last
         if last is None:
             text = prompts.start_text(self.settings.start_run, self.settings.start_tree)
-            self._say(START, 0, text)
+            self.tell(START, 0, text)
         elif last.author == "assistant" and last.stop_reason != "pause_turn":
             self._answer(last)
         elif last.n == 0:
@@ -91,17 +90,13 @@ class Search(Loop):
         """An attempt as a phase: every skill may be read, no gate ends it."""
         return Phase(name, "", (), (), ())
 
-    def open(self, phase: Phase, conversation: int, earlier: str) -> None:
+    def open(self, phase: Phase, conversation: int, earlier: str = "") -> None:
         """Begin an attempt's conversation anew; what it has changed so far stays."""
-        self._say(phase.name, conversation, self._opening(phase.name, self._parent(phase.name)))
-
-    def _say(self, phase: str, conversation: int, text: str, **fields: Any) -> None:
-        message = {"role": "user", "content": text}
-        self.append(conversation=conversation, phase=phase, attempt=1, message=message, **fields)
+        self.tell(phase.name, conversation, self._opening(phase.name, self._parent(phase.name)))
 
     def _request(self, last: Line) -> dict[str, Any]:
         rules = [{"type": "text", "text": prompts.SYSTEM, **CACHED}]
-        return super()._request(last) | {"system": rules, "tools": offered()}
+        return super()._request(last) | {"system": rules}
 
     def _remarks(
         self, reply: Line, results: list[tuple[Content, Result]], *rest: Any
@@ -116,19 +111,10 @@ class Search(Loop):
         """The start's files as one reply of edits, so that every tree follows from the record."""
         if tree_hash(self.source) != self.settings.start_tree:
             raise Stopped(f"{self.source}: has changed since the run began with it")
-        calls = [(EDITOR, given) for given in as_edits(self.source, self.run_id)]
-        calls.append(("run_gate", {"gates": list(self.tools.judge.gates)}))
-        content = [
-            {"type": "tool_use", "id": f"toolu_start_{i:03d}", "name": name, "input": given}
-            for i, (name, given) in enumerate(calls)
-        ]
-        self.append(
-            conversation=0,
-            phase=START,
-            attempt=1,
-            message={"role": "assistant", "content": content},
-            stop_reason="tool_use",
-        )
+        gates = ("run_gate", {"gates": list(self.tools.judge.gates)})
+        content = calls([*creations(files_of(self.source, self.run_id)), gates], "toolu_start")
+        message, where = {"role": "assistant", "content": content}, {"phase": START, "attempt": 1}
+        self.append(message=message, stop_reason="tool_use", conversation=0, **where)
 
     def _baseline(self, last: Line) -> None:
         judgement = last.judgements[-1]
@@ -157,26 +143,18 @@ class Search(Loop):
         rebuild(self.transcript.lines[: restored + 1], self.tools.engine)
         self.say(f"{name} from row {following.parent}")
         text = self._opening(name, following.parent)
-        self._say(name, last.conversation + 1, text, restores=restored)
+        self.tell(name, last.conversation + 1, text, restores=restored)
 
     def _opening(self, name: str, parent: str) -> str:
-        rows = self.rows()
-        skills = [s for s in reachable(self.spec, self.tools.skills) if s.layer != "failures"]
+        rows, skills = self.rows(), self.visible()
         shown = [s for s in skills if s.name in SHOWN or s.layer == "3-deployment"]
+        others = [s for s in skills if s not in shown]
         touched = {row["id"]: changed_files(self.home / (row["diff"] or "")) for row in rows}
         assumed = {row["id"]: self._assumed(row["id"]) for row in search.attempts(rows)}
-        return prompts.opening(
-            self.spec,
-            self.settings,
-            int(self._number(name)),
-            parent,
-            rows,
-            self._profile(parent),
-            search.worth_another_look(rows, touched, assumed),
-            shown,
-            [s for s in skills if s not in shown],
-            self.tools.engine,
-        )
+        again = search.worth_another_look(rows, touched, assumed)
+        number, profile = self._number(name), self._profile(parent)
+        task = prompts.task(self.settings, number, parent, rows, profile, again)
+        return opening(task, self.spec, self.run_id, shown, others, self.tools.engine)
 
     def _propose(self, proposal: Proposal, phase: Phase) -> Result:
         """Judge a proposal; one that was judged before a kill is only told again."""
@@ -240,7 +218,7 @@ class Search(Loop):
         judgement = Judgement(gates=list(self.tools.judge.gates), submission=True, **found)
         text = f"Ended: {reason}.\n" + (prompts.outcome(rows[-1]) if won else "The start stays.")
         fields = {"restores": restored, "judgements": [judgement]}
-        self._say(FINAL, last.conversation + 1, text, **fields)
+        self.tell(FINAL, last.conversation + 1, text, **fields)
 
     def _ended(self, last: Line) -> bool:
         if not last.judgements[-1].passed:
@@ -288,13 +266,9 @@ class Search(Loop):
         source = self.transcript.lines[first.restores].phase
         return BASELINE if source == START else self._number(source)
 
-    @contextmanager
-    def _tree(self, name: str) -> Iterator[Path]:
+    def _tree(self, name: str) -> AbstractContextManager[Path]:
         """A row's tree in a folder of its own."""
-        with tempfile.TemporaryDirectory(prefix="tree-") as scratch:
-            folder = Path(scratch).resolve() / "engine"
-            rebuild(self.transcript.lines[: self._end_of(name) + 1], folder)
-            yield folder
+        return tree_of(self.transcript.lines[: self._end_of(name) + 1])
 
     def _judgement(self, trial: Trial) -> Judgement | None:
         """The last gates that a trial asked, if it came that far."""

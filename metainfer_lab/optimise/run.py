@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,17 +14,18 @@ from metainfer_lab.agent.desk import mirror
 from metainfer_lab.agent.generation import (
     EFFORT,
     MODEL,
-    NOT_STATED,
+    check_paid,
     finish,
+    loop_of,
     new_run,
     tools_of,
+    unfinished,
 )
 from metainfer_lab.agent.loop import Stopped, rebuild
-from metainfer_lab.agent.providers import FileTransport, NoTransport, client
+from metainfer_lab.agent.providers import client
 from metainfer_lab.agent.replay import Report
-from metainfer_lab.agent.run import Run, RunInfo
+from metainfer_lab.agent.run import Run
 from metainfer_lab.agent.tools import Judge, real_judge
-from metainfer_lab.agent.transcript import FILE, Transcript
 from metainfer_lab.agent.watch import view
 from metainfer_lab.engine import Engine
 from metainfer_lab.engine.manifest import EngineManifest
@@ -172,15 +172,27 @@ def optimise(
         run = recorded(run_id or str(engine.id if isinstance(engine, Spec) else engine))
         run.replay(rows, on_event=on_event or view(), judge=judge)
         return run
-    opened = Engine.open(engine)
-    begins = provider != "external" or propose is None
-    home = _home(opened, provider, run_id, fresh, begins, budget_usd, settings, model, effort)
+    opened, proposal = Engine.open(engine), _proposal(propose)
+    check_paid(provider, connection or {}, budget_usd)
+    if provider == "file" and folder is None:
+        raise InputError("folder: provider file needs the folder where the author answers")
+    home = None if fresh else unfinished(opened.spec.id, "optimisation", provider, run_id)
+    if home:
+        _same_settings(Optimisation(home), settings)
+    elif provider == "external" and proposal is not None:
+        raise InputError(f"optimise {opened.folder}: measure the start first, without --propose")
+    home = home or _begun(opened, provider, run_id, settings, model, effort)
     with runs.locked(home):
         budget = Budget(turns=turns, wall_s=wall_s, tokens=tokens, usd=budget_usd)
         loop = _loop(opened, home, budget, judge, bench, on_event or view())
         if provider == "external":
-            return _one_proposal(loop, _proposal(propose))
-        loop.client = _client(provider, loop, folder, connection or {})
+            return _one_proposal(loop, proposal)
+        if provider == "anthropic":
+            from anthropic import Anthropic
+
+            loop.client = Anthropic(**(connection or {}))
+        else:
+            loop.client = OptimiserDesk(Path(folder).resolve(), loop).client()
         finish(loop, home, Optimisation)
     return Optimisation(home)
 
@@ -205,45 +217,26 @@ def recorded(name: str) -> Optimisation:
     return Optimisation((published or found)[-1].folder)
 
 
-def _home(
+def _begun(
     engine: Engine,
-    provider: Provider,
+    provider: str,
     run_id: str | None,
-    fresh: bool,
-    begins: bool,
-    usd: float | None,
     settings: dict[str, Any],
     model: str,
     effort: str | None,
 ) -> Path:
-    """The folder of the run to go on with, or of a new one."""
-    if provider == "anthropic" and (usd is None or not os.environ.get("ANTHROPIC_API_KEY")):
-        raise InputError("provider anthropic: needs ANTHROPIC_API_KEY and budget_usd")
-    spec = engine.spec
-    known = [run for run in runs.runs(spec.id) if _goes_on(run, provider, run_id)]
-    if known and not fresh:
-        _same_settings(Optimisation(known[-1].folder), settings)
-        return known[-1].folder
-    if not begins:
-        raise InputError(f"optimise {engine.folder}: measure the start first, without --propose")
-    name = run_id or runs.next_id(spec.id, "o")
+    """The folder of a new run."""
+    name = run_id or runs.next_id(engine.spec.id, "o")
     # run.json comes last: a folder without it is no run yet
     chosen = _settings(engine, settings).model_dump_json(indent=1) + "\n"
     write_atomic(runs.LOCAL_RUNS / name / SETTINGS, chosen)
-    return new_run(spec, provider, name, model=model, effort=effort, kind="optimisation")
+    return new_run(engine.spec, provider, name, model=model, effort=effort, kind="optimisation")
 
 
 def _same_settings(run: Optimisation, given: dict[str, Any]) -> None:
     for name, value in given.items():
         if (then := getattr(run.settings, name, None)) != value:
             raise InputError(f"{name}: run {run.id} began with {then}; keep it, or begin afresh")
-
-
-def _goes_on(run: Run, provider: str, run_id: str | None) -> bool:
-    here = run.folder.parent == runs.LOCAL_RUNS and (run.folder / SETTINGS).is_file()
-    same: RunInfo = run.info
-    unfinished = same.kind == "optimisation" and same.status != "passed"
-    return here and unfinished and same.provider == provider and run_id in (None, run.id)
 
 
 def _settings(engine: Engine, given: dict[str, Any]) -> Settings:
@@ -265,49 +258,16 @@ def _loop(
     bench: Bench | None,
     say: Callable[[str], None],
 ) -> Search:
-    info, spec = RunInfo.model_validate_json((home / "run.json").read_text()), engine.spec
-    tools = tools_of(spec, home, judge or real_judge(spec), say)
-    return Search(
-        spec=spec,
-        run_id=info.id,
-        phases=(),
-        transcript=Transcript(home / FILE, writable=True),
-        tools=OptimiserTools(**vars(tools), diffs=home / "diffs"),
-        client=client(NoTransport()),
-        model=info.model or NOT_STATED,
-        effort=info.effort,
-        budget=budget,
-        say=say,
-        paid=info.provider == "anthropic",
-        settings=Settings.model_validate_json((home / SETTINGS).read_text()),
-        bench=bench or RealBench(spec),
-        home=home,
-        source=engine.folder,
-    )
-
-
-def _client(
-    provider: Provider, loop: Search, folder: str | Path | None, connection: dict[str, Any]
-) -> Any:
-    if provider == "anthropic":
-        from anthropic import Anthropic
-
-        return Anthropic(**connection)
-    if folder is None:
-        raise InputError("folder: provider file needs the folder where the author answers")
-    desk = OptimiserDesk(
-        folder=Path(folder).resolve(),
-        spec=loop.spec,
-        run_id=loop.run_id,
-        engine=loop.tools.engine,
-        checkpoint=loop.tools.checkpoint,
-        home=loop.home,
-        attempt=lambda: loop.transcript.lines[-1].phase,
-    )
-    loop.closing.append(desk.close)
-    # the first reply of the record is the start's files, which nobody was asked for
-    replies = lambda: len(loop.transcript.replies()) - 1  # noqa: E731
-    return client(FileTransport(desk.folder, replies, desk.refresh))
+    spec, judge = engine.spec, judge or real_judge(engine.spec)
+    more = {
+        "phases": (),
+        "tools": OptimiserTools(**vars(tools_of(spec, home, judge, say)), diffs=home / "diffs"),
+        "settings": Optimisation(home).settings,
+        "bench": bench or RealBench(spec),
+        "home": home,
+        "source": engine.folder,
+    }
+    return loop_of(home, judge, budget, say, Search, **more)
 
 
 def _one_proposal(loop: Search, proposal: Proposal | None) -> Optimisation:
