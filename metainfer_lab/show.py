@@ -7,7 +7,6 @@ the Lab theme so that dark stays readable). Tables are plain tables: GitHub stri
 from __future__ import annotations
 
 import io
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -201,8 +200,9 @@ def run_html(run: Run) -> str:
 def turn_html(turn: Turn) -> str:
     """What was asked, said, changed and judged, folded."""
     head = f"turn {turn.number}, {turn.role}, phase {turn.phase}, attempt {turn.attempt}"
-    counts = Counter(call["name"] for call in turn.calls)
-    calls = ", ".join(f"{n} x {name}" if n > 1 else name for name, n in counts.items()) or "none"
+    from metainfer_lab.agent.turns import counted
+
+    calls = counted(call["name"] for call in turn.calls) or "none"
     judged = "".join(
         f"<br>{status('pass' if j.passed else 'fail')} {escape(', '.join(j.gates))}"
         for j in turn.judgements

@@ -25,7 +25,7 @@ def row(number: int, reply: Line, results: Line | None) -> dict[str, Any]:
         "role": reply.role,
         "phase": reply.phase,
         "attempt": reply.attempt,
-        "calls": _counted(call["name"] for call in reply.calls),
+        "calls": counted(call["name"] for call in reply.calls),
         "gates": ", ".join(dict.fromkeys(gate for j in judged for gate in j.gates)),
         "passed": all(j.passed for j in judged) if judged else None,
         "submission": any(j.submission for j in judged),
@@ -38,7 +38,8 @@ def row(number: int, reply: Line, results: Line | None) -> dict[str, Any]:
     }
 
 
-def _counted(names: Iterable[str]) -> str:
+def counted(names: Iterable[str]) -> str:
+    """Names in order of appearance, each with how often where more than once."""
     counts = Counter(names)
     return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts.items())
 
