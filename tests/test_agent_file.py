@@ -124,11 +124,35 @@ def test_a_killed_run_goes_on_without_asking_again(local_runs, tmp_path):
     assert result["run"].summary().turns == 2
 
 
-def test_two_processes_cannot_hold_one_run(local_runs, tmp_path):
-    thread, result = start(tmp_path / "desk", turns=1)
-    wait_for(tmp_path / "desk" / "request-0001.json")
+def test_two_processes_cannot_hold_one_run_and_another_reads_it(local_runs, tmp_path):
+    desk = tmp_path / "desk"
+    thread, result = start(desk, turns=2)
+    wait_for(desk / "request-0001.json")
     with pytest.raises(InputError, match="another process"):
         agent.generate(SPEC, "file", folder=tmp_path / "other", judge=fake_judge())
-    reply(tmp_path / "desk", "--submit")
+    reply(desk, "--gate", "logits")
+    wait_for(desk / "request-0002.json")
+    seen = agent.Run.open(f"{SPEC}-r1")  # what a second notebook sees while it goes on
+    assert seen.info.status == "running" and len(seen.timeline()) == 1
+    assert "logits: failed" in str(seen.turn(1)) and seen.summary().failed_verdicts == 1
+    reply(desk, "--submit")
     thread.join(20)
     assert threading.active_count() < 10 and result["run"].info.status == "stopped"
+    assert len(seen.transcript.lines) == len(result["run"].transcript.lines)
+
+
+def test_two_runs_share_no_folder(local_runs, tmp_path):
+    """Neither a run's own, begun twice at once, nor the desk whose replies were another's."""
+    (local_runs / f"{SPEC}-r1").mkdir()  # another process has just begun it
+    desk = tmp_path / "desk"
+    thread, result = start(desk, turns=1)
+    wait_for(desk / "request-0001.json")
+    reply(desk, "--submit")
+    thread.join(20)
+    assert result["run"].id == f"{SPEC}-r2"
+    spec = result["run"].spec
+    with pytest.raises(InputError, match="exists already"):
+        generation.new_run(spec, "file", f"{SPEC}-r1")
+    with pytest.raises(InputError, match=f"folder: .* belongs to run {SPEC}-r2"):
+        agent.generate(SPEC, "file", folder=desk, fresh=True, judge=fake_judge())
+    assert not (local_runs / f"{SPEC}-r3").exists()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from agent_fakes import SPEC, fake_judge, isolate
 
 from metainfer_lab.agent import generation, loop
+from metainfer_lab.agent.replay import replay
 from metainfer_lab.agent.stand_in import USAGE, Drop, Garble, Refuse, stand_in
 from metainfer_lab.agent.tools import EDITOR
 from metainfer_lab.errors import InputError
@@ -116,6 +118,18 @@ def test_refusal_and_pause_and_full_context():
     assert "starts afresh" in server.asked[1]["messages"][0]["content"][0]["text"]
 
 
+def test_a_record_of_every_stop_reason_replays():
+    said = {r: says(text(r), stop_reason=r) for r in ("pause_turn", "max_tokens", "end_turn")}
+    full = says(text("so long"), stop_reason="model_context_window_exceeded")
+    stop = says(text("so"), stop_reason="stop_sequence")
+    cut = says(create("half"), stop_reason="max_tokens")
+    with stand_in([*said.values(), cut, full, stop, WRITE, SUBMIT]) as server:
+        run = generate(server)
+    assert run.summary().passed and run.summary().turns == 8
+    report = replay(run, judge=fake_judge(), on_event=lambda event: None)
+    assert report.faithful and report.turns == 8
+
+
 @pytest.mark.parametrize(
     "failure",
     [
@@ -123,6 +137,7 @@ def test_refusal_and_pause_and_full_context():
         Refuse(529, "overloaded_error", {"retry-after-ms": "10"}),
         Drop(WRITE),
         Drop(WRITE, events=0),
+        Drop(WRITE, kind="overloaded_error"),
         Garble(WRITE),
     ],
 )
@@ -133,11 +148,53 @@ def test_a_busy_api_and_a_dropped_stream_are_asked_again(failure):
     assert server.asked[0]["messages"] == server.asked[1]["messages"]
 
 
+def test_the_time_that_a_busy_api_asks_for_is_waited():
+    begun = time.monotonic()
+    with stand_in([Refuse(429, "rate_limit_error", {"retry-after": "1"}), WRITE, SUBMIT]) as server:
+        assert generate(server).summary().passed
+    assert time.monotonic() - begun >= 1  # the client alone would try again within half of that
+
+
+def test_an_api_that_is_busy_for_long_is_waited_for():
+    """Longer than the client's own two retries, when tokens are counted and when a reply is due."""
+    busy = [Refuse(529, "overloaded_error", {"retry-after-ms": "1"})] * 4
+    with stand_in([*busy, WRITE, SUBMIT]) as server:
+        server.uncounted += busy
+        run = generate(server)
+    assert run.summary().passed and run.summary().turns == 2
+
+
+@pytest.mark.parametrize("refused", ["count", "reply", "stream"])
+def test_what_the_api_will_not_take_stops_the_run_in_one_line(refused):
+    bad = Refuse(401, "authentication_error", message="invalid x-api-key")
+    kind = "permission_error"
+    with stand_in([Drop(WRITE, kind=kind) if refused == "stream" else bad]) as server:
+        server.uncounted += [bad] if refused == "count" else []
+        run = generate(server)
+    word = kind if refused == "stream" else "invalid x-api-key"
+    assert run.info.status == "stopped" and word in run.info.reason
+    assert run.info.reason.startswith("the API refused") and run.summary().turns == 0
+    assert len(server.asked) == (refused != "count")
+
+
+def test_a_conversation_that_is_too_long_starts_afresh_and_replays():
+    long = "prompt is too long: 200001 tokens > 200000 maximum"
+    refused = Refuse(400, "invalid_request_error", message=long)
+    with stand_in([says(create("bad = 1\n")), refused, WRITE, SUBMIT]) as server:
+        run = generate(server)
+    assert run.summary().passed and len(server.asked[2]["messages"]) == 1
+    assert "starts afresh" in server.asked[2]["messages"][0]["content"][0]["text"]
+    assert replay(run, judge=fake_judge(), on_event=lambda event: None).faithful
+    with stand_in([refused]) as server:
+        run = generate(server, fresh=True)  # of its first message nothing can be left out
+    assert run.info.status == "stopped" and long in run.info.reason
+
+
 def test_an_api_that_never_answers_stops_the_run():
     with stand_in(lambda body: Garble(WRITE)) as server:
         run = generate(server)
     assert run.info.status == "stopped" and "could be read" in run.info.reason
-    assert len(server.asked) == loop.STREAM_RETRIES + 1 and run.summary().turns == 0
+    assert len(server.asked) == loop.RETRIES + 1 and run.summary().turns == 0
 
 
 @pytest.mark.parametrize("reason", ["end_turn", "stop_sequence"])
@@ -200,6 +257,9 @@ def test_limits_are_kept_before_the_call_that_would_break_them():
     with stand_in([WRITE, SUBMIT]) as server:
         run = generate(server, tokens=33_000)
     assert run.info.reason.startswith("tokens") and server.asked == []
+    with stand_in([WRITE, SUBMIT]) as server:
+        run = generate(server, wall_s=1e-9)
+    assert run.info.reason.startswith("wall_s") and server.asked == []
 
 
 def test_a_live_run_needs_a_key_and_a_budget(monkeypatch):

@@ -118,6 +118,8 @@ class Desk:
 
     def refresh(self) -> None:
         """Write what the role reads, and mirror the engine's files."""
+        number = self.replies() + 1
+        self.loop.say(f"{self.role}: {self.folder} waits for reply-{number:04d}.json")
         spec, reviews = self.loop.spec, self.role == "reviewer"
         guide = self.guides[self.role] + described(self.loop.tools, self.role)
         write_atomic(self.folder / "author.md", guide)

@@ -80,7 +80,9 @@ def generate(
     check_paid(provider, connection, budget_usd)
     about = {"model": model, "effort": effort, "server": connection.get("base_url")}
     home = None if fresh else unfinished(spec.id, "generation", provider, run_id)
-    home = home or new_run(spec, provider, run_id or runs.next_id(spec.id), reviewer=who, **about)
+    name = home.name if home else run_id or runs.next_id(spec.id)
+    _check_desks(name, folder=folder, reviewer=reviewer)
+    home = home or new_run(spec, provider, name, reviewer=who, **about)
     if (then := Run(home).info.reviewer) != who:
         raise InputError(f"reviewer: run {home.name} has the reviewer {then!r}; keep it")
     with runs.locked(home):
@@ -105,6 +107,14 @@ def _check_folders(
         raise InputError("folder: provider file needs the folder where the author answers")
     if provider == "file" and reviewer and Path(reviewer).resolve() == Path(folder).resolve():
         raise InputError("reviewer: is the author's folder; give it a folder of its own")
+
+
+def _check_desks(run: str, **desks: str | Path | None) -> None:
+    """A desk keeps the run that it was laid out for: replies to another would be taken for its."""
+    for field, desk in desks.items():
+        owner = Path(desk or "") / "run.txt"
+        if desk and owner.is_file() and (then := owner.read_text().strip()) != run:
+            raise InputError(f"{field}: {desk} belongs to run {then}; give {run} another folder")
 
 
 def reviewed_by(provider: Provider, reviewer: str | Path | None) -> str:
@@ -155,9 +165,11 @@ def new_run(
     server: address of what answers in place of the API; which model that is, nobody knows.
     """
     home = runs.LOCAL_RUNS / name
-    if (home / "run.json").exists():
-        raise InputError(f"run {name}: exists and has ended; leave run_id out for a new one")
-    (home / "verdicts").mkdir(parents=True, exist_ok=True)
+    try:
+        home.mkdir(parents=True)
+    except FileExistsError:
+        raise InputError(f"run {name}: exists already; leave run_id out for a new one") from None
+    (home / "verdicts").mkdir()
     write_atomic(home / "spec.yaml", spec.to_yaml())
     about: dict[str, Any] = {"author": runs.AUTHORS.get(provider)}
     if provider == "anthropic":

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -39,9 +39,12 @@ from metainfer_lab.spec import Spec
 
 if TYPE_CHECKING:
     import anthropic
+    from anthropic.types import Message
 
+T = TypeVar("T")
 MAX_TOKENS = 32_000
-STREAM_RETRIES, RETRY_S = 4, 2.0
+RETRIES, RETRY_S = 4, 2.0
+BUSY = frozenset({"rate_limit_error", "overloaded_error", "api_error", "timeout_error"})
 FAILURES_BEFORE_HINTS = 2
 CACHED = {"cache_control": {"type": "ephemeral"}}
 EMPTY = [{"type": "text", "text": "(an empty reply)"}]  # the API takes no empty message
@@ -173,11 +176,8 @@ class Loop:
 
     def _ask(self, last: Line) -> None:
         """Send the conversation and store the reply, before anything is done with it."""
-        request = self._request(last)
-        known = self._count(request) if self.paid else 0
-        self.budget.check(self.transcript.lines, self.started, known, MAX_TOKENS, self.model)
         begun = time.monotonic()
-        reply = self._stream(request, last.role)
+        reply = self._reply(self._request(last), last.role)
         content = scrub_all([block.to_dict() for block in reply.content], self.tools.names)
         content = content or EMPTY
         self.append(
@@ -207,29 +207,49 @@ class Loop:
             request |= {"output_config": {"effort": self.effort}, "thinking": {"type": "adaptive"}}
         return request
 
-    def _count(self, request: dict[str, Any]) -> int:
-        return self.client.messages.count_tokens(**request).input_tokens
-
-    def _stream(self, request: dict[str, Any], role: Role) -> Any:
-        """One streamed reply; one that breaks off or has tool input that is no JSON is asked again
-        (the SDK retries only starts)."""
+    def _reply(self, request: dict[str, Any], role: Role) -> Message:
+        """One reply within the budget; where the API takes the conversation no more, one that says
+        so."""
         import anthropic
-        import httpx2
 
         client = self.client if role == "implementer" else self.reviewer
         if client is None:
             raise Stopped("a review has begun and no reviewer is there; say where it answers")
 
-        for retry in range(STREAM_RETRIES + 1):
-            try:
-                with client.messages.stream(max_tokens=MAX_TOKENS, **request) as stream:
-                    return stream.get_final_message()
-            except (anthropic.APIConnectionError, httpx2.TransportError, ValueError) as error:
-                if retry == STREAM_RETRIES:
-                    raise Stopped(f"no reply of the API could be read: {error}") from error
-                time.sleep(RETRY_S * 2**retry)
-            except anthropic.APIStatusError as error:
+        def streamed() -> Message:
+            with client.messages.stream(max_tokens=MAX_TOKENS, **request) as stream:
+                return stream.get_final_message()
+
+        try:
+            known = self._count(client, request) if self.paid else 0
+            self.budget.check(self.transcript.lines, self.started, known, MAX_TOKENS, self.model)
+            return self._patiently(streamed)
+        except anthropic.APIStatusError as error:
+            if not (_too_long(error) and len(request["messages"]) > 1):
                 raise Stopped(f"the API refused the request: {error.message}") from error
+            return _overflow(self.model)
+
+    def _count(self, client: anthropic.Anthropic, request: dict[str, Any]) -> int:
+        return self._patiently(lambda: client.messages.count_tokens(**request)).input_tokens
+
+    def _patiently(self, call: Callable[[], T]) -> T:
+        """What the API answers, asked again while it is busy after the SDK's own retries, breaks
+        off (the SDK retries only starts) or sends what is no JSON."""
+        import anthropic
+        import httpx2
+
+        for retry in range(RETRIES + 1):
+            try:
+                return call()
+            except (anthropic.APIConnectionError, httpx2.TransportError, ValueError) as error:
+                last: Exception = error
+            except anthropic.APIStatusError as error:
+                if error.status_code < 500 and error.type not in BUSY:
+                    raise
+                last = error
+            if retry < RETRIES:
+                time.sleep(RETRY_S * 2**retry)
+        raise Stopped(f"no reply of the API could be read: {last}") from last
 
     def _answer(self, reply: Line) -> None:
         """Carry out a reply's calls, in order, and store their results as one message."""
@@ -287,6 +307,20 @@ class Loop:
         hints = route(self.spec, reply.phase, failed=refused.failed, skills=self.tools.skills)
         text = "\n\n".join(str(skill) for skill in hints if skill.layer == "failures")
         return [{"type": "text", "text": f"Skills on such failures:\n\n{text}"}] if text else []
+
+
+def _too_long(error: anthropic.APIStatusError) -> bool:
+    """Whether the API refused a conversation for its length (it has no code for that)."""
+    return error.status_code == 413 or "prompt is too long" in error.message
+
+
+def _overflow(model: str) -> Message:
+    """What the record holds in place of a reply that no context had room for."""
+    from anthropic.types import Message, Usage
+
+    about = {"id": "", "type": "message", "role": "assistant", "model": model, "content": []}
+    usage = Usage(input_tokens=0, output_tokens=0)
+    return Message(stop_reason="model_context_window_exceeded", usage=usage, **about)
 
 
 def executed(reply: Line) -> list[Block]:

@@ -26,14 +26,17 @@ class Refuse:
     status: int
     kind: str
     headers: dict[str, str] = field(default_factory=dict)
+    message: str = "said by the stand-in"
 
 
 @dataclass(frozen=True)
 class Drop:
-    """Send the first `events` events of a reply, then close the connection."""
+    """Send the first `events` events of a reply, then an error of a kind, or close the
+    connection."""
 
     reply: dict[str, Any]
     events: int = 3
+    kind: str | None = None
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,11 @@ Script = Sequence[Answer] | Callable[[dict[str, Any]], Answer]
 
 @dataclass
 class StandIn:
-    """The running server: its address, and every request's path, headers and body."""
+    """The running server: its address, what it answers instead of counting tokens (one call each),
+    and every request's path, headers and body."""
 
     url: str
+    uncounted: list[Refuse] = field(default_factory=list)
     requests: list[tuple[str, dict[str, str], dict[str, Any]]] = field(default_factory=list)
 
     @property
@@ -91,21 +96,33 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {name.lower(): value for name, value in self.headers.items()}
         known.requests.append((path, headers, body))
         if path.endswith("count_tokens"):
-            self._json(200, {"input_tokens": len(json.dumps(body)) // 4})
+            self._count(known, body)
             return
         script = self.server.script  # type: ignore[attr-defined]
         answer = script(body) if callable(script) else script[len(known.asked) - 1]
         match answer:
-            case Refuse(status, kind, headers):
-                error = {"type": kind, "message": f"{kind} of the stand-in"}
-                self._json(status, {"type": "error", "error": error}, headers)
-            case Drop(reply, events):
+            case Refuse():
+                self._refuse(answer)
+            case Drop(reply, events, kind):
                 self._stream(reply, body, events)
+                if kind:
+                    self.wfile.write(
+                        f"event: error\ndata: {_error(kind, 'broken off')}\n\n".encode()
+                    )
                 self.close_connection = True
             case Garble(reply):
                 self._stream(reply, body, garbled=True)
             case _:
                 self._stream(answer, body)
+
+    def _count(self, known: StandIn, body: dict[str, Any]) -> None:
+        if known.uncounted:
+            self._refuse(known.uncounted.pop(0))
+        else:
+            self._send(200, json.dumps({"input_tokens": len(json.dumps(body)) // 4}), {})
+
+    def _refuse(self, why: Refuse) -> None:
+        self._send(why.status, _error(why.kind, why.message), why.headers)
 
     def _stream(
         self,
@@ -127,16 +144,17 @@ class _Handler(BaseHTTPRequestHandler):
         for text in texts[:most]:
             self.wfile.write(text)
 
-    def _json(
-        self, status: int, data: dict[str, Any], headers: dict[str, str] | None = None
-    ) -> None:
-        blob = json.dumps(data).encode()
+    def _send(self, status: int, text: str, headers: dict[str, str]) -> None:
         self.send_response(status)
-        for name, value in {"content-type": "application/json", **(headers or {})}.items():
+        for name, value in {"content-type": "application/json", **headers}.items():
             self.send_header(name, value)
-        self.send_header("content-length", str(len(blob)))
+        self.send_header("content-length", str(len(text.encode())))
         self.end_headers()
-        self.wfile.write(blob)
+        self.wfile.write(text.encode())
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing on the console."""
+
+
+def _error(kind: str, message: str) -> str:
+    return json.dumps({"type": "error", "error": {"type": kind, "message": message}})
