@@ -12,7 +12,9 @@ from agent_fakes import SPEC, fake_judge, isolate, start, wait_for
 
 from metainfer_lab import agent
 from metainfer_lab.agent import generation
+from metainfer_lab.agent.run import Run
 from metainfer_lab.errors import InputError
+from metainfer_lab.spec import Spec
 
 
 @pytest.fixture
@@ -143,16 +145,30 @@ def test_two_processes_cannot_hold_one_run_and_another_reads_it(local_runs, tmp_
 
 def test_two_runs_share_no_folder(local_runs, tmp_path):
     """Neither a run's own, begun twice at once, nor the desk whose replies were another's."""
-    (local_runs / f"{SPEC}-r1").mkdir()  # another process has just begun it
     desk = tmp_path / "desk"
     thread, result = start(desk, turns=1)
     wait_for(desk / "request-0001.json")
     reply(desk, "--submit")
     thread.join(20)
-    assert result["run"].id == f"{SPEC}-r2"
-    spec = result["run"].spec
-    with pytest.raises(InputError, match="exists already"):
-        generation.new_run(spec, "file", f"{SPEC}-r1")
-    with pytest.raises(InputError, match=f"folder: .* belongs to run {SPEC}-r2"):
+    with pytest.raises(InputError, match=f"folder: .* belongs to run {SPEC}-r1"):
         agent.generate(SPEC, "file", folder=desk, fresh=True, judge=fake_judge())
-    assert not (local_runs / f"{SPEC}-r3").exists()
+    assert list(local_runs.iterdir()) == [result["run"].folder]
+
+
+def test_of_processes_that_begin_a_run_at_once_one_does(local_runs):
+    spec, begun = Spec.load(SPEC), []
+    together = threading.Barrier(8)
+
+    def begin():
+        together.wait()
+        try:
+            begun.append(generation.new_run(spec, "file", "same"))
+        except InputError as error:
+            assert "exists already" in str(error) or "another process" in str(error)
+
+    threads = [threading.Thread(target=begin) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert begun == [local_runs / "same"] and Run(begun[0]).spec == spec

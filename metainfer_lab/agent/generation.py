@@ -165,19 +165,18 @@ def new_run(
     server: address of what answers in place of the API; which model that is, nobody knows.
     """
     home = runs.LOCAL_RUNS / name
-    try:
-        home.mkdir(parents=True)
-    except FileExistsError:
-        raise InputError(f"run {name}: exists already; leave run_id out for a new one") from None
-    (home / "verdicts").mkdir()
-    write_atomic(home / "spec.yaml", spec.to_yaml())
+    (home / "verdicts").mkdir(parents=True, exist_ok=True)
     about: dict[str, Any] = {"author": runs.AUTHORS.get(provider)}
     if provider == "anthropic":
         api = f"the server at {server}, asked for {model}" if server else f"{model} through the API"
         about = {"author": api, "model": model, "effort": effort}
     about |= {"id": name, "spec": spec.id, "kind": kind, "provider": provider, "reviewer": reviewer}
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    runs.save(home, RunInfo(created=created, versions=versions(), **about))
+    with runs.locked(home):  # of two processes that begin one at once, one does
+        if (home / "run.json").exists():
+            raise InputError(f"run {name}: exists already; leave run_id out for a new one")
+        write_atomic(home / "spec.yaml", spec.to_yaml())
+        runs.save(home, RunInfo(created=created, versions=versions(), **about))
     return home
 
 

@@ -265,9 +265,8 @@ def _natural(name: str) -> list[Any]:
 
 
 def next_id(spec: str, letter: str = "r") -> str:
-    """The first free id of a spec's runs: <spec>-r1, -r2, …; a local folder is taken at once."""
-    names = {path.parent.name for path in RUNS.glob("*/run.json")}
-    names |= {path.name for path in LOCAL_RUNS.glob("*")}
+    """The first free id of a spec's runs: <spec>-r1, -r2, …"""
+    names = {path.parent.name for root in (RUNS, LOCAL_RUNS) for path in root.glob("*/run.json")}
     return next(name for n in range(1, 10_000) if (name := f"{spec}-{letter}{n}") not in names)
 
 
