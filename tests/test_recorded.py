@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from metainfer_lab.agent import Run, runs
+from metainfer_lab.agent import Run, explain, overview, runs
 from metainfer_lab.agent.loop import rebuild
 from metainfer_lab.bench import ledger
 from metainfer_lab.engine.manifest import EngineManifest
 from metainfer_lab.paths import DATA, ENGINES, ROOT, RUNS, tree_hash
-from metainfer_lab.spec import Spec
+from metainfer_lab.spec import Spec, shipped
 
 RECORDED = [run for run in runs() if run.folder.parent == RUNS]
 MADE = [f for f in sorted(ENGINES.iterdir()) if f.is_dir() and EngineManifest.read(f).run]
@@ -55,6 +55,19 @@ def test_a_ledger_holds_to_its_schema(path):
 
 def test_the_two_smollm2_engines_are_recorded():
     assert {run.info.spec for run in RECORDED} >= {"smollm2-135m-fp32-cpu", "smollm2-135m-int8-cpu"}
+
+
+def test_every_spec_says_what_it_asks_to_be_read_and_how_often_it_was_written():
+    rows = overview().set_index("spec")
+    assert list(rows.index) == shipped()
+    for name in ("smollm2-135m-fp32-cpu", "qwen3-tiny-cpu", "qwen3.6-tiny-cpu"):
+        made = [run for run in RECORDED if run.info.spec == name and run.info.kind == "generation"]
+        assert rows.loc[name, "k_of_n"] == f"{len(made)} of {len(made)}" and len(made) >= 3
+    told = explain(Spec.load("qwen3.6-tiny-cpu"))
+    row, read = rows.loc["qwen3.6-tiny-cpu"], told[told["role"] == "reviewer"]["tokens"]
+    assert row["phases"] == len(read) and row["reviewer_most"] == max(read)
+    assert row["implementer_least"] == min(told[told["role"] == "implementer"]["tokens"])
+    assert rows["k_of_n"].isna()["qwen3-8b-bf16-tp4-a800"]
 
 
 def test_the_record_stays_small():

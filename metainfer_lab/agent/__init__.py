@@ -28,6 +28,7 @@ _HOMES = {
     "changed": "phases",
     "explain": "phases",
     "generate": "generation",
+    "overview": "tables",
     "record": "publish",
     "runs": "run",
     "table": "tables",

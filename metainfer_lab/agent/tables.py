@@ -1,11 +1,14 @@
-"""Runs side by side: one row a run, and how many of a spec's runs passed."""
+"""Runs side by side, how many of a spec's passed, and what every spec asks to be read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from metainfer_lab.agent.run import Run, Summary, runs
+from metainfer_lab.agent.phases import explain
+from metainfer_lab.agent.run import RUNS, Run, Summary, runs
+from metainfer_lab.skills import reachable
+from metainfer_lab.spec import Spec, shipped
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,3 +42,22 @@ def by_spec(chosen: Sequence[Run] | None = None) -> pd.DataFrame:
     return pd.DataFrame(
         rows, columns=["spec", "provider", "passed", "runs", "k_of_n", *ADDED, *SPENT]
     )
+
+
+def overview() -> pd.DataFrame:
+    """One row a shipped spec: skills that reach it, phases, the fewest and the most tokens of
+    skills that a role is shown in one of them, and how many of its recorded generations passed."""
+    import pandas as pd
+
+    made = by_spec([run for run in runs() if run.folder.parent == RUNS])
+    written = made[made["provider"] != "external"].groupby("spec")["k_of_n"].agg(", ".join)
+    rows = []
+    for name in shipped():
+        spec = Spec.load(name)
+        told = explain(spec)
+        bounds = told.groupby("role")["tokens"].agg(["min", "max"]).loc[["implementer", "reviewer"]]
+        phases = told["phase"].nunique()
+        rows.append([name, len(reachable(spec)), phases, *bounds.to_numpy().flatten()])
+    shown = ["implementer_least", "implementer_most", "reviewer_least", "reviewer_most"]
+    table = pd.DataFrame(rows, columns=["spec", "skills", "phases", *shown])
+    return table.assign(k_of_n=table["spec"].map(written))
