@@ -13,7 +13,7 @@ from metainfer_lab.checkpoints.tiny_qwen36 import tiny_qwen36
 from metainfer_lab.errors import InputError
 from metainfer_lab.model import ModelDims
 from metainfer_lab.oracle import Oracle
-from metainfer_lab.oracle.streamed import StreamedService
+from metainfer_lab.oracle.streamed import StreamedService, Weights
 from metainfer_lab.paths import ENGINES
 
 
@@ -116,3 +116,17 @@ def test_layer_by_layer_no_layer_stays(checkpoint):
     count()
     each = len(list(layers[0].parameters()))
     assert seen == [each] * len(layers) + [0]
+
+
+def test_layer_by_layer_a_gpu_with_room_reads_each_tensor_once(tmp_path, oracle, monkeypatch):
+    layers = {"layer_types": ["linear_attention", "full_attention"]}
+    folder = tiny_qwen36(5, tmp_path / "c", quantised=True, oracle=oracle, **layers)
+    source, read = Weights(folder, torch.device("cpu"), torch.float64), []
+    get = type(source.files).__getitem__
+    monkeypatch.setattr(
+        type(source.files), "__getitem__", lambda files, name: read.append(name) or get(files, name)
+    )
+    source.keeps = True
+    first, second = source.of(1), source.of(1)
+    assert first.keys() == second.keys() and len(read) == len(set(read)) > 20
+    assert all(torch.equal(first[name], second[name]) for name in first)

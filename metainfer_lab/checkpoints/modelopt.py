@@ -29,6 +29,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "fp8": {"quant_algo": "FP8"},
     "nvfp4": {"quant_algo": "W4A16_NVFP4", "group_size": nvfp4.BLOCK},
 }
+NVFP4_PARTS = ("weight", "weight_scale", "weight_scale_2")  # of a module; beside an input_scale
+Quantised = fp8.Fp8 | nvfp4.Nvfp4
 # By how many powers of two a global scale exceeds amax / (6 · 448), drawn for each NVFP4 tensor: at
 # 17 its block scales are E4M3's least, 2^-9 and a few times that.
 SHIFTS = (0, 0, 0, 0, 4, 8, 12, 17)
@@ -117,48 +119,52 @@ def dequantise(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of the text model in the plain layout, experts fused; exact in float64.
 
-    dims: of the quantised config; wanted: which parameters to make. Tensors that are not quantised
-    keep their dtype. Reads only what a tensor needs: `tensors` may be a mapping that opens files.
+    Tensors that are not quantised keep their dtype.
     """
-    import torch
+    for name, form in stacked(tensors, dims, wanted):
+        yield name, form.dequantise(dtype) if isinstance(form, Quantised) else form
 
+
+def stacked(
+    tensors: Mapping[str, torch.Tensor],
+    dims: ModelDims,
+    wanted: Callable[[Parameter], bool] = lambda parameter: True,
+) -> Iterator[tuple[str, torch.Tensor | fp8.Fp8 | nvfp4.Nvfp4]]:
+    """(name, values as they are stored) of the text model in the plain layout, experts together.
+
+    dims: of the quantised config; wanted: which parameters to read. Reads only what a parameter
+    needs: `tensors` may be a mapping that opens files.
+    """
     for parameter in inventory(dims):
-        form = dims.quantised_layers.get(parameter.module)
+        form, module = dims.quantised_layers.get(parameter.module), parameter.module
         if parameter.role in ("vision", "mtp") or not wanted(parameter):
             continue
         if form is None:
             yield parameter.name, tensors[parameter.name]
+        elif form == "fp8":
+            codes, scale = tensors[f"{module}.weight"], tensors[f"{module}.weight_scale"]
+            yield parameter.name, fp8.Fp8(codes, scale)
         elif parameter.role != "routed_experts":
-            yield parameter.name, value(tensors, parameter.module, form, dtype)
+            parts = (tensors[f"{module}.{key}"] for key in NVFP4_PARTS)
+            yield parameter.name, nvfp4.Nvfp4(*parts)
         else:
-            parts = [_experts(tensors, parameter, name, dtype) for name in parameter.projections]
-            yield parameter.name, torch.cat(parts, dim=1)
+            yield parameter.name, _experts(tensors, parameter)
 
 
-def _experts(
-    tensors: Mapping[str, torch.Tensor], parameter: Parameter, projection: str, dtype: torch.dtype
-) -> torch.Tensor:
-    """One NVFP4 projection [experts, rows, in] of all experts at once: one by one takes minutes."""
+def _experts(tensors: Mapping[str, torch.Tensor], parameter: Parameter) -> nvfp4.Nvfp4:
+    """The matrices [experts, rows, in] of all experts at once: one by one takes minutes."""
     import torch
 
-    module = parameter.module
-    codes, scale, whole = (
-        torch.stack(
-            [tensors[f"{module}.{i}.{projection}.{key}"] for i in range(parameter.shape[0])]
+    parts: list[list[torch.Tensor]] = []
+    for projection, rows in parameter.projections.items():
+        named = f"{parameter.module}.{{}}.{projection}.{{}}".format
+        codes, scale, whole = (
+            torch.stack([tensors[named(i, key)] for i in range(parameter.shape[0])])
+            for key in NVFP4_PARTS
         )
-        for key in ("weight", "weight_scale", "weight_scale_2")
-    )
-    return nvfp4.Nvfp4(codes, scale, whole[:, None, None]).dequantise(dtype)
-
-
-def value(
-    tensors: Mapping[str, torch.Tensor], module: str, form: str, dtype: torch.dtype
-) -> torch.Tensor:
-    """The weight of one module."""
-    codes, scale = tensors[f"{module}.weight"], tensors[f"{module}.weight_scale"]
-    if form == "fp8":
-        return fp8.Fp8(codes, scale).dequantise(dtype)
-    return nvfp4.Nvfp4(codes, scale, tensors[f"{module}.weight_scale_2"]).dequantise(dtype)
+        count = rows.stop - rows.start
+        parts.append([codes, scale, whole[:, None, None].expand(-1, count, 1)])
+    return nvfp4.Nvfp4(*(torch.cat(part, dim=1) for part in zip(*parts, strict=True)))
 
 
 def dequantised_checkpoint(source: Path, folder: Path) -> Path:

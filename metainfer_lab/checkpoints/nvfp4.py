@@ -23,7 +23,7 @@ E4M3_MIN = 2.0**-9  # the least positive one, a subnormal
 @dataclass(frozen=True)
 class Nvfp4:
     """codes uint8 [..., K/2]; block_scale float8_e4m3fn [..., K/16]; global_scale float32 [], or
-    [..., 1, 1] where several matrices are stacked."""
+    [..., rows or 1, 1] where several matrices are stacked."""
 
     codes: Tensor
     block_scale: Tensor

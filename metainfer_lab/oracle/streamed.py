@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch.utils._python_dispatch import _disable_current_modes
 
 from metainfer_lab.checkpoints import modelopt
 from metainfer_lab.model import ModelDims
@@ -38,12 +39,18 @@ class StreamedService(Service):
 
 
 class Weights:
-    """A checkpoint's weights in the plain layout of the text model, read when asked for."""
+    """A checkpoint's weights in the plain layout of the text model, read when asked for.
+
+    A GPU with room for them, as they are stored, reads each once: a pass then costs seconds.
+    """
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype):
         self.dims = ModelDims.from_config(folder)
         self.files = Files(folder, device)
         self.dtype = dtype
+        on_gpu = device.type == "cuda"
+        self.keeps = on_gpu and 2 * self.files.size < torch.cuda.mem_get_info(device)[0]
+        self.kept: dict[int | None, dict[str, torch.Tensor | modelopt.Quantised]] = {}
 
     def of(self, layer: int | None) -> dict[str, torch.Tensor]:
         """Name -> tensor of a layer, named within it; of what belongs to no layer when None."""
@@ -53,18 +60,22 @@ class Weights:
         def wanted(parameter: Parameter) -> bool:
             return parameter.layer == layer
 
-        values = modelopt.dequantise(self.files, self.dims, self.dtype, wanted)
+        stored = self.kept.get(layer) or dict(modelopt.stacked(self.files, self.dims, wanted))
+        if self.keeps:
+            self.kept[layer] = stored
         return {
-            name.removeprefix(within).replace(prefix, "model.", 1): tensor.to(self.dtype)
-            for name, tensor in values
+            name.removeprefix(within).replace(prefix, "model.", 1): self._wide(form)
+            for name, form in stored.items()
         }
+
+    def _wide(self, form: torch.Tensor | modelopt.Quantised) -> torch.Tensor:
+        if isinstance(form, modelopt.Quantised):
+            return form.dequantise(self.dtype)
+        return form.to(self.dtype)
 
 
 class Files(Mapping[str, torch.Tensor]):
-    """The tensors of a checkpoint folder by name, each read on demand.
-
-    A GPU with room for the files, as they are stored, reads each once: a pass then costs seconds.
-    """
+    """The tensors of a checkpoint folder by name, each read on demand."""
 
     def __init__(self, folder: Path, device: torch.device):
         self.open, self.where = ExitStack(), {}
@@ -72,16 +83,10 @@ class Files(Mapping[str, torch.Tensor]):
         for path in paths:
             file = self.open.enter_context(safe_open(path, framework="pt", device=str(device)))
             self.where |= dict.fromkeys(file.keys(), file)
-        size = sum(path.stat().st_size for path in paths)
-        keeps = device.type == "cuda" and 2 * size < torch.cuda.mem_get_info(device)[0]
-        self.kept: dict[str, torch.Tensor] | None = {} if keeps else None
+        self.size = sum(path.stat().st_size for path in paths)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if self.kept is None:
-            return self.where[name].get_tensor(name)
-        if name not in self.kept:
-            self.kept[name] = self.where[name].get_tensor(name)
-        return self.kept[name]
+        return self.where[name].get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.where)
@@ -92,7 +97,8 @@ class Files(Mapping[str, torch.Tensor]):
 
 def _fetch(source: Weights, index: int) -> Callable[..., None]:
     def hook(layer: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        _put(layer, source.of(index), strict=True)
+        with _disable_current_modes():  # of thousands of reads each would go through Python twice
+            _put(layer, source.of(index), strict=True)
 
     return hook
 
