@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from metainfer_lab.bench import compare, products, timing
 from metainfer_lab.bench.worker import Worker, WorkerError
 from metainfer_lab.bench.workload import Workload
+from metainfer_lab.engine import host as host_module
 from metainfer_lab.errors import InputError
 from metainfer_lab.model import ModelDims
 
@@ -102,6 +105,50 @@ def test_first_token_times_count_from_each_streams_start():
     pairs = [(0, 1), (0, 1), (1, 1), (0, 1), (1, 1), (0, 1)]
     sample = timing.sample_from(pairs, [[1]] * 2, clock=lambda: next(times), starts=[0.0, 1.2])
     assert sample.ttft_ms == pytest.approx((500 + 300) / 2)
+
+
+@pytest.mark.parametrize(
+    ("device_ms", "says"), [(102.0, "1.020 of the host clock"), (None, None), (130, 0), (60, 0)]
+)
+def test_the_clock_of_the_gpu_is_held_against_the_hosts(device_ms, says):
+    """0.1 s for eleven tokens: what goes on after the last one is no part of what was timed."""
+    sample = clocked([(0.01 * at, 0, 7) for at in range(11)], 1)
+    samples = [replace(sample, device_ms=device_ms)]
+    if says == 0:
+        with pytest.raises(InputError, match=f"100.0 ms by the host's clock and {device_ms}.0 ms"):
+            timing.agreement(samples)
+    else:
+        assert timing.agreement(samples) == ({"device_events": says} if says else {})
+
+
+def test_a_run_on_a_gpu_stands_between_two_marks_of_its_clock(monkeypatch):
+    """The host's side with a stand-in for the GPU's events; a CPU is never asked for any."""
+    done: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = None if enable_timing else 0
+
+        def record(self) -> None:
+            self.at = 25.0 * len(done)
+
+        def synchronize(self) -> None:
+            assert self.at is not None
+
+        def elapsed_time(self, later: Event) -> float:
+            return later.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("all work"))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    settings = dict.fromkeys(("commands", "results", "folder"), 0) | {"world": 1}
+    host, process = host_module.Host(None, settings), Host()
+    process.mark = lambda: host.do_mark()["ms"]
+    for device, marks in (("cpu", None), ("cuda", 25.0), ("cuda", 25.0)):
+        engine = SimpleNamespace(device=device, process=process, folder=Path("e"))
+        plan = SimpleNamespace(dims=SimpleNamespace(vocab_size=9))
+        measured = compare.Measurement("e", "t", plan, Workload(prompt_len=1, output_len=3))
+        assert compare._engine_runner(engine, measured)().device_ms == marks
+    assert len(done) == 4
 
 
 def test_turns_go_there_and_back():

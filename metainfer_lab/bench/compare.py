@@ -7,14 +7,22 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from metainfer_lab import paths
 from metainfer_lab.bench import results
 from metainfer_lab.bench.rivals import Company
-from metainfer_lab.bench.timing import Ratio, Sample, in_turn, paired_ratio, sample_from, spread
+from metainfer_lab.bench.timing import (
+    Ratio,
+    Sample,
+    agreement,
+    in_turn,
+    paired_ratio,
+    sample_from,
+    spread,
+)
 from metainfer_lab.bench.workload import Workload
 from metainfer_lab.engine import Engine
 from metainfer_lab.errors import InputError
@@ -186,6 +194,7 @@ def to_rows(measured: Measurement, verdict: Judgement | None = None) -> pd.DataF
     saved = paths.LOCAL / "bench" / f"{name}.csv"
     raw = saved.with_suffix(".json")
     _save_raw(measured, raw)
+    measured.about[measured.engine] |= agreement(measured.samples[measured.engine])
     base = _common(measured)
     base |= {"raw": raw.relative_to(paths.ROOT).as_posix(), "timestamp": stamp}
     rows = [row for name in measured.samples for row in _rows_of(measured, name, base)]
@@ -210,7 +219,15 @@ def _engine_runner(engine: Engine, measured: Measurement) -> Callable[[], Sample
     prompts = workload.prompts(measured.plan.dims.vocab_size)
     measured.about[measured.engine] = {"threads": usable_cores()}
 
-    return lambda: time_engine(engine, workload, next(prompts))
+    def run() -> Sample:
+        batch = next(prompts)
+        if engine.device == "cpu":
+            return time_engine(engine, workload, batch)
+        engine.process.mark()
+        sample = time_engine(engine, workload, batch)
+        return replace(sample, device_ms=engine.process.mark())
+
+    return run
 
 
 def time_engine(engine: Engine, workload: Workload, batch: list[list[int]]) -> Sample:

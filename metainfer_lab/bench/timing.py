@@ -13,10 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from metainfer_lab.errors import InputError
+
 
 @dataclass(frozen=True)
 class Sample:
-    """One timed run: prompts, the tokens that came back, and four readings of the clock."""
+    """One timed run: prompts, the tokens that came back, and four readings of the clock.
+
+    device_ms: the same run by events of the GPU, from before the first submission until it has no
+    work left after the last token; None on a CPU.
+    """
 
     prompts: list[list[int]]
     tokens: list[list[int]]
@@ -24,6 +30,12 @@ class Sample:
     tpot_ms: float
     decode_tok_s: float
     output_tok_s: float
+    device_ms: float | None = None
+
+    @property
+    def host_ms(self) -> float:
+        """From the first submission to the last token, by the clock outside the process."""
+        return 1e3 * sum(map(len, self.tokens)) / self.output_tok_s
 
 
 @dataclass(frozen=True)
@@ -99,6 +111,23 @@ def _read_clock(
         decode_tok_s=within / (last - first),
         output_tok_s=total / end,
     )
+
+
+def agreement(samples: Sequence[Sample]) -> dict[str, str]:
+    """The condition that says how far the GPU's clock and the host's agree; none on a CPU.
+
+    InputError where they differ by more than 5 per cent and a step: work went on after the last
+    token, or one of the clocks is wrong.
+    """
+    both = [(one.device_ms, one.host_ms, one.tpot_ms) for one in samples if one.device_ms]
+    for device, host, step in both:
+        if abs(device - host) > 0.05 * host + step:
+            raise InputError(
+                f"bench: a run took {host:.1f} ms by the host's clock and {device:.1f} ms by the "
+                "GPU's events: work went on after the last token, or a clock is wrong"
+            )
+    ratio = spread(device / host for device, host, _ in both).p50 if both else 0.0
+    return {"device_events": f"{ratio:.3f} of the host clock"} if both else {}
 
 
 def in_turn(runners: dict[str, Callable[[], object]], runs: int) -> dict[str, list]:

@@ -123,6 +123,7 @@ class Host:
         self.engine: Any = None
         self.unfinished: set[int] = set()
         self.watch: Any = None
+        self.mark: Any = None
 
     def serve_one(self) -> bool:
         """Answer one command; False when there is nothing more to serve."""
@@ -276,6 +277,16 @@ class Host:
         on_gpu = torch.autograd.DeviceType.CUDA
         events = (event for event in self.watch.events() if event.device_type == on_gpu)
         return {"kernels": sorted({event.name for event in events})}
+
+    def do_mark(self) -> dict[str, Any]:
+        """Once the GPU has no work left: milliseconds of its own clock since the last such mark."""
+        import torch
+
+        torch.cuda.synchronize()
+        before, self.mark = self.mark, torch.cuda.Event(enable_timing=True)
+        self.mark.record()
+        self.mark.synchronize()
+        return {"ms": before and before.elapsed_time(self.mark)}
 
     def _pairs(self) -> ModuleType:
         return sys.modules.get("pairs") or _module("pairs", _beside("pairs.py"))

@@ -191,6 +191,11 @@ class EngineProcess:
         """Names of the kernels that ran since `watch`, as the profiler has them."""
         return self._call("launched")["kernels"]
 
+    def mark(self) -> float | None:
+        """Milliseconds of the clock of rank 0's GPU since the last mark, None for the first; each
+        mark waits for all work of the GPU."""
+        return self._call("mark")["ms"]
+
     @property
     def sockets(self) -> bool:
         """Whether the process may open any: ranks speak through them, and only bubblewrap gives
