@@ -43,7 +43,7 @@ class Budget(BaseModel):
     rejections: int = Field(default=3, ge=1, description="reviews that may send a phase back")
     wall_s: float | None = Field(default=None, gt=0)
     tokens: int | None = Field(default=None, gt=0)
-    usd: float | None = Field(default=None, gt=0)
+    budget_usd: float | None = Field(default=None, gt=0)
 
     @classmethod
     def of(cls, **limits: float | None) -> Budget:
@@ -72,15 +72,15 @@ class Budget(BaseModel):
             raise BudgetSpent(
                 f"tokens: {used} of {self.tokens} are used and the next call may not fit"
             )
-        if self.usd is not None:
+        if self.budget_usd is not None:
             worst = (
                 cost(model, {"input_tokens": next_input, "output_tokens": next_output})
                 * CACHE_WRITE
             )
-            spent = total_cost(lines) or 0.0
-            if spent + worst > self.usd:
+            spent, most = total_cost(lines) or 0.0, self.budget_usd
+            if spent + worst > most:
                 raise BudgetSpent(
-                    f"budget_usd: {spent:.2f} of {self.usd:.2f} spent, the next call may not fit"
+                    f"budget_usd: {spent:.2f} of {most:.2f} spent, the next call may not fit"
                 )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from metainfer_lab.agent import run as runs
-from metainfer_lab.agent.budget import Budget, BudgetSpent
+from metainfer_lab.agent.budget import Budget, BudgetSpent, cost
 from metainfer_lab.agent.desk import Desk
 from metainfer_lab.agent.inspector import inspected
 from metainfer_lab.agent.loop import Loop, Stopped
@@ -70,14 +70,16 @@ def generate(
         raise InputError(f"provider: {provider!r} is none; there are {known}")
     if provider == "replay":
         run = Run.open(run_id or spec.id)
+        if run.info.spec != spec.id:
+            raise InputError(f"run_id: {run.id} is of {run.info.spec}, not of {spec.id}")
         run.replay(phases=phases, on_event=on_event or view())
         return run
     limits = {"attempts": attempts, "rejections": rejections, "wall_s": wall_s, "tokens": tokens}
     limits = {"attempts": attempts, "rejections": rejections, "wall_s": wall_s, "tokens": tokens}
-    budget = Budget.of(turns=turns, usd=budget_usd, **limits)
+    budget = Budget.of(turns=turns, budget_usd=budget_usd, **limits)
     _check_folders(provider, folder, reviewer)
     who = reviewed_by(provider, reviewer)
-    check_paid(provider, connection, budget_usd)
+    check_paid(provider, connection, budget_usd, model)
     about = {"model": model, "effort": effort, "server": connection.get("base_url")}
     home = None if fresh else unfinished(spec.id, "generation", provider, run_id)
     name = home.name if home else run_id or runs.next_id(spec.id)
@@ -129,14 +131,18 @@ def reviewed_by(provider: Provider, reviewer: str | Path | None) -> str:
     return "coding agent through a folder of its own, model not stated"
 
 
-def check_paid(provider: str, connection: dict[str, Any], usd: float | None) -> None:
-    """Before anything is written: what calls the API has a key, and a limit of what it spends."""
+def check_paid(
+    provider: str, connection: dict[str, Any], usd: float | None, model: str = MODEL
+) -> None:
+    """Before anything is written: what calls the API has a key, a limit of what it spends, and a
+    model whose price is known."""
     if provider != "anthropic":
         return
     if not (os.environ.get("ANTHROPIC_API_KEY") or connection.get("api_key")):
         raise InputError("ANTHROPIC_API_KEY: not set; provider anthropic needs it, others do not")
     if usd is None:
         raise InputError("budget_usd: provider anthropic needs one; say how much may be spent")
+    cost(model, {})
 
 
 def unfinished(spec: str, kind: runs.Kind, provider: str, run_id: str | None) -> Path | None:
@@ -246,7 +252,6 @@ def finish(loop: Loop, home: Path, kind: type[Run] = Run) -> Run:
     last = loop.transcript.last
     run.info.tree = last.tree if last else None
     runs.save(home, run.info)
-    loop.say(str(run))
     for close in loop.closing:
         close(str(run))
     return run

@@ -183,7 +183,7 @@ def optimise(
         raise InputError(f"optimise {opened.folder}: measure the start first, without --propose")
     home = home or _begun(opened, provider, run_id, settings, model, effort)
     with runs.locked(home):
-        budget = Budget(turns=turns, wall_s=wall_s, tokens=tokens, usd=budget_usd)
+        budget = Budget(turns=turns, wall_s=wall_s, tokens=tokens, budget_usd=budget_usd)
         loop = _loop(opened, home, budget, judge, bench, on_event or view())
         if provider == "external":
             return _one_proposal(loop, proposal)
