@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from agent_fakes import SPEC, isolate
+from agent_fakes import SPEC, isolate, recorded_run
 from typer.testing import CliRunner
 
 import metainfer_lab as lab
@@ -59,6 +59,7 @@ def test_options_reach_the_call(monkeypatch):
         (["--provider", "anthropic", "--reviewer", "f", "--budget-usd", "1"], "reviewer"),
         (["--provider", "anthropic"], "ANTHROPIC_API_KEY"),
         (["--attempts", "0", "--provider", "file", "--folder", "f"], "attempts"),
+        (["--budget-usd", "-1", "--provider", "file", "--folder", "f"], "budget_usd"),
     ],
 )
 def test_what_is_refused_leaves_no_run_behind(arguments, field, local_runs, monkeypatch):
@@ -66,3 +67,17 @@ def test_what_is_refused_leaves_no_run_behind(arguments, field, local_runs, monk
     result = call(*arguments)
     assert isinstance(result.exception, InputError) and str(result.exception).startswith(field)
     assert list(local_runs.iterdir()) == []
+
+
+def test_what_cannot_be_paid_or_replayed_is_said_before_a_run_begins(local_runs, monkeypatch):
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-ant-nobody")
+    paid = ["--provider", "anthropic", "--budget-usd", "1", "--model", "claude-nobody"]
+    assert "model claude-nobody: no price" in str(call(*paid).exception)
+    assert "smollm2-135m-fp32-cpu: no such run" in str(call().exception)  # nothing is recorded here
+    assert list(local_runs.iterdir()) == []
+
+
+def test_a_run_of_another_spec_is_not_replayed_for_this(local_runs, tmp_path):
+    run = recorded_run(local_runs, tmp_path / "desk")
+    said = CliRunner().invoke(cli.app, ["generate", "qwen3-tiny-cpu", "--run-id", run.id])
+    assert str(said.exception) == f"run_id: {run.id} is of {SPEC}, not of qwen3-tiny-cpu"

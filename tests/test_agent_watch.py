@@ -39,6 +39,13 @@ def test_a_log_gets_plain_lines(capsys):
     assert "turn 2 · implementer · phase decode" in capsys.readouterr().out
 
 
+def test_a_terminal_shows_in_bold_where_the_run_stands(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    for event in ("  submit_phase", "turn 2 · implementer"):
+        watch.say_plainly(event)
+    assert capsys.readouterr().out == "  submit_phase\n\x1b[1mturn 2 · implementer\x1b[0m\n"
+
+
 def test_a_cell_gets_one_view_that_changes(monkeypatch):
     shown = []
 

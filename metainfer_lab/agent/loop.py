@@ -249,7 +249,8 @@ class Loop:
                 last = error
             if retry < RETRIES:
                 time.sleep(RETRY_S * 2**retry)
-        raise Stopped(f"no reply of the API could be read: {last}") from last
+        why = f"{last} {last.__cause__ or ''}".strip()
+        raise Stopped(f"no reply of the API could be read: {why}") from last
 
     def _answer(self, reply: Line) -> None:
         """Carry out a reply's calls, in order, and store their results as one message."""

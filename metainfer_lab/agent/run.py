@@ -133,8 +133,9 @@ class Run:
         made = _maker(name)
         found = [made] if made else [r.id for r in runs(name) if r.info.kind == "generation"]
         if not found:
-            known = ", ".join(run.info.id for run in runs()) or "none yet"
-            raise InputError(f"run {name}: no such run or spec with a run; there are: {known}")
+            known = ", ".join(dict.fromkeys(run.info.spec for run in runs())) or "none yet"
+            said = f"run {name}: no such run or spec with a run; these specs have one: {known}"
+            raise InputError(f"{said}. Providers anthropic and file make one; so does a workspace")
         return cls.open(found[-1])
 
     @property

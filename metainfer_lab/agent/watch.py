@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from html import escape
@@ -16,8 +17,10 @@ STATUS = "turn "  # what the line of `status` begins with
 
 
 def say_plainly(text: str) -> None:
-    """One plain line an event: a terminal, a log, a notebook that runs headless."""
-    print(text, flush=True)
+    """One plain line an event: a log, a notebook that runs headless; in a terminal the lines that
+    say where the run stands are bold."""
+    bold = text.startswith(STATUS) and sys.stdout.isatty()
+    print(f"\x1b[1m{text}\x1b[0m" if bold else text, flush=True)
 
 
 def status(lines: Sequence[Line]) -> str:
