@@ -18,10 +18,7 @@ from .requests import Request
 from .runner import CHUNKS, Launch, Runner
 from .weights import load_weights
 
-ALONE, BESIDE = (
-    CHUNKS[-1],
-    512,
-)  # tokens of prompt per step: when nobody decodes, and when somebody does
+PAUSE = 8192  # prompt tokens after which those who decode have their turn
 Result = tuple[int, int, float, list[tuple[int, float]] | None, str | None]
 
 
@@ -106,6 +103,7 @@ class Engine:
         self.in_flight: deque[Launch] = deque()
         self.ready: list[Result] = []  # read, not yet returned
         self.next_id = 0
+        self.since_decode = 0  # prompt tokens launched
         self.counts = {"largest_batch": 0, "prefix_hit_tokens": 0, "preemptions": 0}
 
     # The interface.
@@ -151,12 +149,16 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Result]:
-        """Launches the next work; returns (id, token, logprob, top_logprobs, finish_reason) of what
-        is ready."""
+        """Launches one chunk of a prompt or one decode step, then returns (id, token, logprob,
+        top_logprobs, finish_reason) of what was launched before it: no result waits for later work.
+        """
         self._admit()
+        prompt = next((r for r in self.running if not r.decoding), None)
         decoding = [r for r in self.running if r.decoding and r.num_launched < r.limit]
-        launched = self._prefill(BESIDE if decoding else ALONE)
-        launched += self._decode([r for r in decoding if r.slot is not None])
+        if prompt and (not decoding or self.since_decode < PAUSE):
+            launched = self._prefill(prompt)
+        else:
+            launched = self._decode(decoding)
         while len(self.in_flight) > launched:
             self._collect(self.in_flight.popleft())
         while self.in_flight and not self.ready and not self._more_to_come():
@@ -249,23 +251,17 @@ class Engine:
 
     # Launches.
 
-    def _prefill(self, budget: int) -> int:
-        """Prompt chunks in order of admission, at most `budget` tokens; returns how many launches
-        that left.
-        """
-        launches = 0
-        for request in self.running:
-            while not request.decoding and budget > 0:
-                end = min(request.num_prefill, request.num_computed + min(budget, CHUNKS[-1]))
-                chunk = request.tokens[request.num_computed : end]
-                results = self.runner.prefill(chunk, request.num_computed, request.pages)
-                budget -= len(chunk)
-                request.num_computed = end
-                self._publish(request)
-                if request.decoding:
-                    self._put(self.runner.first_token(request, results))
-                    launches += 1
-        return launches
+    def _prefill(self, request: Request) -> int:
+        """The prompt's next chunk; returns how many launches that left: one after the last."""
+        start = request.num_computed
+        request.num_computed = min(request.num_prefill, start + CHUNKS[-1])
+        chunk = request.tokens[start : request.num_computed]
+        results = self.runner.prefill(chunk, start, request.pages)
+        self.since_decode += len(chunk)
+        self._publish(request)
+        if request.decoding:
+            self._put(self.runner.first_token(request, results))
+        return int(request.decoding)
 
     def _decode(self, requests: list[Request]) -> int:
         for request in requests:
@@ -277,6 +273,7 @@ class Engine:
         requests = [r for r in requests if r.slot is not None and not r.finished]
         if not requests:
             return 0
+        self.since_decode = 0
         for request in requests:
             self.runner.activate(request)
         self._close_gaps(requests)

@@ -11,7 +11,7 @@ import torch
 from .config import PAGE
 from .model import Model
 from .requests import Request
-from .sampler import Sampler
+from .sampler import Sampler, to_device
 
 BATCHES = (1, 2, 4, 8, 16, 24, 32)
 CHUNKS = (64, 128, 256, 384, 512, 640, 768, 896, 1024)  # padded lengths of a prefill chunk
@@ -93,6 +93,11 @@ class Runner:
             self._capture()
 
     def _capture(self) -> None:
+        from .kernels.cuda import compiling
+
+        with compiling():
+            for batch in self.batches:
+                self._decode(batch)
         for batch in reversed(self.batches):
             self.graphs.capture(batch, lambda batch=batch: self._decode(batch))
         for size in reversed(CHUNKS):
@@ -116,7 +121,7 @@ class Runner:
         slots = [request.slot for request in requests]
         if not any(request.needs_sampler() for request in requests):
             return self._launch(requests, slots, chosen, logprobs)
-        rows = torch.tensor(slots, device=self.device)
+        rows = to_device(slots, logits.device)
         results = self.sampler.sample(logits[rows], requests)
         self.tokens[rows] = results[0]
         return self._launch(requests, range(len(requests)), *results)

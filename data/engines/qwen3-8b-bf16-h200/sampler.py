@@ -13,6 +13,14 @@ from .requests import Request
 MAX_TOP = 20
 
 
+def to_device(
+    values: Sequence, device: torch.device, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """Values of the host as a tensor, without waiting for what the device has still to do."""
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
 class Sampler:
     def __init__(
         self,
@@ -40,14 +48,14 @@ class Sampler:
             return
         self.used.add(slot)
         prompt, output = request.tokens[: request.prompt_len], request.tokens[request.prompt_len :]
-        self.in_prompt[slot, torch.tensor(prompt, device=device)] = True
+        self.in_prompt[slot, to_device(prompt, device)] = True
         if output:
-            ids = torch.tensor(output, device=device)
+            ids = to_device(output, device)
             self.counts[slot].index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
         for token, bias in request.params.logit_bias.items():
             self.bias[slot, token] = bias
         if request.stop_ids:
-            self.stops[slot, torch.tensor(sorted(request.stop_ids), device=device)] = True
+            self.stops[slot, to_device(sorted(request.stop_ids), device)] = True
 
     def _clear(self, slot: int) -> None:
         for table in (self.bias, self.counts, self.in_prompt, self.stops):
@@ -67,13 +75,14 @@ class Sampler:
 
         logits [M, V] float32, a row per request.
         """
-        slots = torch.tensor([request.slot for request in requests], device=logits.device)
+        slots = to_device([request.slot for request in requests], logits.device)
         own = logits.log_softmax(-1)
         adjusted = self._adjusted(logits, slots, requests)
         tokens, _ = self.greedy(adjusted)
         drawn = [row for row, request in enumerate(requests) if request.params.temperature > 0]
         if drawn:
-            tokens[drawn] = _draw(adjusted[drawn], [requests[row] for row in drawn])
+            rows = to_device(drawn, logits.device)
+            tokens[rows] = _draw(adjusted[rows], [requests[row] for row in drawn])
         self.counts[slots, tokens] += 1
         self.used.update(request.slot for request in requests)
         results = (tokens, own.gather(1, tokens[:, None])[:, 0])
@@ -84,7 +93,7 @@ class Sampler:
 
     def _adjusted(self, logits: torch.Tensor, slots: torch.Tensor, requests: Sequence[Request]):
         def column(values: list[float]) -> torch.Tensor:
-            return torch.tensor(values, device=logits.device, dtype=logits.dtype)[:, None]
+            return to_device(values, logits.device, logits.dtype)[:, None]
 
         params = [request.params for request in requests]
         counts = self.counts[slots]
@@ -96,7 +105,7 @@ class Sampler:
         x = x - column([p.presence_penalty for p in params]) * (counts > 0)
         x = x + self.bias[slots]
         early = [[request.num_launched < request.params.min_tokens] for request in requests]
-        hidden = self.stops[slots] & torch.tensor(early, device=logits.device)
+        hidden = self.stops[slots] & to_device(early, logits.device, torch.bool)
         return x.masked_fill(hidden, float("-inf"))
 
 
@@ -104,7 +113,7 @@ def _draw(logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
     """One token per row by the inverse of the cumulative sum; ties at a cut keep the lower id."""
 
     def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, device=logits.device, dtype=torch.float64)[:, None]
+        return to_device(values, logits.device, torch.float64)[:, None]
 
     params = [request.params for request in requests]
     x, ids = logits.sort(dim=-1, descending=True, stable=True)

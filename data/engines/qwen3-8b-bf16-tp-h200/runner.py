@@ -12,7 +12,7 @@ from .config import MAX_BATCH, PAGE
 from .group import Group
 from .model import Model
 from .requests import Request
-from .sampler import Sampler
+from .sampler import Sampler, to_device
 
 BATCHES = (1, 2, 4, 8, 16, 24, 32)
 CHUNKS = (64, 128, 256, 384, 512, 640, 768, 896, 1024)  # padded lengths of a prefill chunk
@@ -125,7 +125,7 @@ class Runner:
         slots = [request.slot for request in requests]
         if not any(request.needs_sampler() for request in requests):
             return self._launch(requests, slots, chosen, logprobs)
-        rows = torch.tensor(slots, device=self.device)
+        rows = to_device(slots, logits.device)
         results = self._sample(logits[rows], requests)
         self.tokens[rows] = results[0]
         return self._launch(requests, range(len(requests)), *results)

@@ -9,6 +9,9 @@ import ctypes
 import functools
 import glob
 import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -93,6 +96,22 @@ def _text(size_of, get, program) -> str:
     return _bytes(size_of, get, program).decode(errors="replace").rstrip("\0")
 
 
+_compilers: ThreadPoolExecutor | None = None
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Inside, the kernels that calls ask for are compiled in threads side by side; none is
+    launched.
+    """
+    global _compilers
+    with ThreadPoolExecutor() as _compilers:
+        try:
+            yield
+        finally:
+            _compilers = None
+
+
 class CudaKernel:
     """One compiled kernel: `kernel(grid, *arguments)`; tensors pass as pointers, int and float as
     32 bits.
@@ -108,35 +127,35 @@ class CudaKernel:
         cluster: int,
     ):
         major, minor = torch.cuda.get_device_capability()
+        compiled = functools.partial(compile_cubin, source, defines, f"sm_{major}{minor}a")
+        self._cubin = _compilers.submit(compiled).result if _compilers else compiled
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        cubin = compile_cubin(source, defines, f"sm_{major}{minor}a")
-        torch.cuda.current_stream().synchronize()  # makes torch's context current
-        _check(_driver().cuModuleLoadData(ctypes.byref(self._module), cubin), f"loading {source}")
-        _check(
-            _driver().cuModuleGetFunction(
-                ctypes.byref(self._function), self._module, name.encode()
-            ),
-            name,
-        )
-        for attribute, value in ((MAX_DYNAMIC_SHARED, shared_bytes), (SHARED_CARVEOUT, 100)):
-            _check(
-                _driver().cuFuncSetAttribute(self._function, attribute, value),
-                f"{name}: {shared_bytes} bytes",
-            )
-        self._name, self._threads, self._shared, self._cluster = (
-            name,
-            threads,
-            shared_bytes,
-            cluster,
-        )
+        self._name, self._threads = name, threads
+        self._shared, self._cluster = shared_bytes, cluster
         self._attributes = (_Attribute * 2)()
         self._attributes[0].id, self._attributes[0].value[0] = PROGRAMMATIC_SERIALIZATION, 1
         self._attributes[1].id = CLUSTER_DIMENSION
         self._attributes[1].value[0:3] = [cluster, 1, 1]
 
+    def _load(self) -> None:
+        driver, name = _driver(), self._name
+        torch.cuda.current_stream().synchronize()  # makes torch's context current
+        _check(
+            driver.cuModuleLoadData(ctypes.byref(self._module), self._cubin()), f"loading {name}"
+        )
+        function = ctypes.byref(self._function)
+        _check(driver.cuModuleGetFunction(function, self._module, name.encode()), name)
+        for attribute, value in ((MAX_DYNAMIC_SHARED, self._shared), (SHARED_CARVEOUT, 100)):
+            code = driver.cuFuncSetAttribute(self._function, attribute, value)
+            _check(code, f"{name}: {self._shared} bytes")
+
     def __call__(
         self, grid: tuple[int, int, int], *arguments: torch.Tensor | int | float | None
     ) -> None:
+        if _compilers:
+            return
+        if not self._function:
+            self._load()
         values = [_as_c(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         config = _Config(
