@@ -27,7 +27,8 @@ def python(code: str, cwd: Path, level: str, **more) -> sandbox.Completed:
 
 def test_some_rung_works_here_and_none_is_seen_to_leak():
     assert RUNGS
-    assert {"reads a foreign file", "reaches the network"} <= set(rungs.leaks("none"))
+    seen = {"reads a foreign file", "reaches the network", "reaches a local socket"}
+    assert seen <= set(rungs.leaks("none"))
 
 
 @pytest.mark.parametrize("level", RUNGS)
@@ -118,6 +119,51 @@ print([
     assert done.stdout.strip() == str([False] * 6) and alive, done
 
 
+@pytest.mark.skipif("landlock" not in RUNGS, reason="no Landlock here")
+def test_beside_a_gpu_local_sockets_may_listen_and_lead_nowhere(tmp_path, monkeypatch):
+    """CUDA wants one; Landlock does not keep anyone from a socket that is a file."""
+    monkeypatch.setattr(rungs, "devices", lambda: [Path("/dev/null")])
+    server, datagrams = (str(tmp_path / name) for name in ("server", "datagrams"))
+    code = f"""
+import os, socket
+own = os.environ["TMPDIR"] + "/own"
+def tries(action):
+    try:
+        action()
+        return True
+    except OSError:
+        return False
+def made(kind):
+    return socket.socket(socket.AF_UNIX, kind)
+def listens():
+    one = made(socket.SOCK_SEQPACKET)
+    one.bind(own)
+    one.listen()
+print([tries(action) for action in (
+    listens,
+    lambda: made(socket.SOCK_SEQPACKET).bind("\\0metainfer"),
+    lambda: made(socket.SOCK_STREAM).connect({server!r}),
+    lambda: made(socket.SOCK_STREAM).sendto(b"x", {server!r}),
+    lambda: made(socket.SOCK_SEQPACKET).sendto(b"x", {server!r}),
+    lambda: made(socket.SOCK_DGRAM).sendto(b"x", {datagrams!r}),
+    lambda: made(socket.SOCK_RAW).sendto(b"x", {datagrams!r}),
+    lambda: socket.socket(socket.AF_INET),
+)])
+"""
+    with (
+        socket.socket(socket.AF_UNIX) as one,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as two,
+    ):
+        one.bind(server)
+        one.listen()
+        two.bind(datagrams)
+        done = python(code, tmp_path, "landlock")
+        two.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            two.recv(1)
+    assert done.stdout.strip() == str([True, True] + [False] * 6), done
+
+
 @pytest.mark.parametrize("level", RUNGS)
 def test_temporary_files_and_compile_caches_are_private_and_gone_afterwards(tmp_path, level):
     mark = f"metainfer-test-{secrets.token_hex(4)}"
@@ -133,7 +179,8 @@ for folder in ("/tmp", "/var/tmp", "/dev/shm"):
         Path(folder, "{mark}-left").write_text("left")
     except OSError:
         pass
-caches = [v for n, v in os.environ.items() if n.endswith(("CACHE_DIR", "EXTENSIONS_DIR"))]
+ends = ("CACHE_DIR", "CACHE_HOME", "EXTENSIONS_DIR")
+caches = [value for name, value in os.environ.items() if name.endswith(ends)]
 Path(tempfile.gettempdir(), "own").write_text("own")
 print(json.dumps([seen, caches, tempfile.gettempdir(), os.environ["HOME"]]))
 """
@@ -143,7 +190,7 @@ print(json.dumps([seen, caches, tempfile.gettempdir(), os.environ["HOME"]]))
         foreign.unlink()
     seen, caches, scratch, home = json.loads(done.stdout)
     assert "secret" not in seen and home == scratch
-    assert len(caches) == 3 and all(path.startswith(f"{scratch}/") for path in caches)
+    assert len(caches) == 4 and all(path.startswith(scratch) for path in caches)
     assert not Path(scratch).exists()
     left = [Path(folder, f"{mark}-left") for folder in ("/tmp", "/var/tmp", "/dev/shm")]
     assert not [path for path in left if path.exists()]

@@ -114,6 +114,7 @@ class Confined:
             "PYTHONPATH": str(self.packages),
             "PYTHONNOUSERSITE": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
+            "XDG_CACHE_HOME": str(compiled),
             "TRITON_CACHE_DIR": str(compiled / "triton"),
             "TORCH_EXTENSIONS_DIR": str(compiled / "torch_extensions"),
             "TORCHINDUCTOR_CACHE_DIR": str(compiled / "inductor"),

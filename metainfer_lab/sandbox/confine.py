@@ -7,7 +7,11 @@ It forks. The child ties its own hands (no new privileges, resource limits, Land
 and signals, seccomp against sockets and tracing) and becomes the command; the parent stays as the
 subreaper of whatever the command leaves behind and ends all of it. POLICY is one JSON object:
 listable, readable, writable: paths; sockets: whether they stay; local_sockets: whether those of
-AF_UNIX do, where others go; limits: values by RLIMIT_* name.
+AF_UNIX may be made, where others go, that lead nowhere; limits: values by RLIMIT_* name.
+
+Landlock does not confine sockets that are files (a container's or a desktop's daemons listen on
+some), and seccomp cannot read a path. CUDA wants a socket to listen on and no other: so nothing may
+`connect`, and none is made that could send without it.
 """
 
 from __future__ import annotations
@@ -39,7 +43,8 @@ FILE_ONLY = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15  # rights that a plain 
 
 # seccomp: AUDIT_ARCH and the numbers of calls that reach other processes, the network or the kernel
 ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-AF_UNIX = 1
+AF_UNIX, CONNECTED = 1, (1, 5)  # SOCK_STREAM, SOCK_SEQPACKET: they send to whom they connected
+CONNECT = {"x86_64": 42, "aarch64": 203}
 SOCKETS = {"x86_64": [41, 53], "aarch64": [198, 199]}  # socket, socketpair
 FORBIDDEN = {
     # ptrace, process_vm_readv, process_vm_writev, io_uring_setup, bpf, keyctl, mount, setns,
@@ -140,9 +145,9 @@ def _allow(rules: int, path: str, rights: int) -> None:
 def seccomp(sockets: bool, local: bool) -> None:
     """Answer EPERM to calls that reach past the sandbox (classic BPF over struct seccomp_data)."""
     machine = platform.machine()
-    numbers = FORBIDDEN[machine] + ([] if sockets else SOCKETS[machine])
+    numbers = FORBIDDEN[machine] + ([] if sockets else [*SOCKETS[machine], CONNECT[machine]])
     opens = SOCKETS[machine][0]
-    load, jump_equal, jump_greater, ret = 0x20, 0x15, 0x35, 0x06
+    load, mask, jump_equal, jump_greater, ret = 0x20, 0x54, 0x15, 0x35, 0x06
     allow, deny, kill = 0x7FFF0000, 0x00050001, 0x80000000
     program = [
         (load, 0, 0, 4),
@@ -152,9 +157,11 @@ def seccomp(sockets: bool, local: bool) -> None:
         (jump_greater, 0, 1, 0x40000000),  # the x32 numbers are a second way to each call
         (ret, 0, 0, kill),
     ]
-    if local and not sockets:  # socket(AF_UNIX, ...): the call's first argument is at byte 16
-        program += [(jump_equal, 0, 4, opens), (load, 0, 0, 16), (jump_equal, 0, 1, AF_UNIX)]
-        program += [(ret, 0, 0, allow), (ret, 0, 0, deny)]
+    if local and not sockets:  # socket(family, type, ...): its arguments are at bytes 16 and 24
+        program += [(jump_equal, 0, 8, opens), (load, 0, 0, 16), (jump_equal, 0, 4, AF_UNIX)]
+        program += [(load, 0, 0, 24), (mask, 0, 0, 0xF)]
+        program += [(jump_equal, 2, 0, CONNECTED[0]), (jump_equal, 1, 0, CONNECTED[1])]
+        program += [(ret, 0, 0, deny), (ret, 0, 0, allow)]
     for number in numbers:
         program += [(jump_equal, 0, 1, number), (ret, 0, 0, deny)]
     program.append((ret, 0, 0, allow))

@@ -20,6 +20,7 @@ def main(question: dict[str, Any]) -> list[str]:
         "reaches the network": lambda: socket.create_connection(
             ("127.0.0.1", question["port"]), timeout=2
         ),
+        "reaches a local socket": lambda: _local(question["local"]),
         "reads its parent's environment": lambda: _environment(question),
         "sees foreign packages": lambda: _packages(question["packages"]),
     }
@@ -35,6 +36,14 @@ def _refused(attempt: Callable[[], object]) -> bool:
     except OSError:
         return True
     return False
+
+
+def _local(path: str) -> None:
+    """A stream that connects, or else a datagram that needs no connection."""
+    try:
+        socket.socket(socket.AF_UNIX).connect(path)
+    except OSError:
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b"x", f"{path}-datagrams")
 
 
 def _environment(question: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -76,8 +77,14 @@ def choose(wanted: Sandbox = "auto", *, trusted: bool = False) -> Level:
 @cache
 def leaks(level: Level) -> tuple[str, ...]:
     """Which properties a rung fails to give here; found by trying to break each from inside."""
-    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
-        root = Path(folder)
+    with ExitStack() as stack:
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        for name, kind in (("local", socket.SOCK_STREAM), ("local-datagrams", socket.SOCK_DGRAM)):
+            local = stack.enter_context(socket.socket(socket.AF_UNIX, kind))
+            local.bind(str(root / name))
+            if kind == socket.SOCK_STREAM:
+                local.listen()
         for name in ("scratch", "readable"):
             (root / name).mkdir()
         (root / "secret").write_text("secret")
@@ -86,6 +93,7 @@ def leaks(level: Level) -> tuple[str, ...]:
             "readable": str(root / "readable"),
             "scratch": str(root / "scratch"),
             "port": server.getsockname()[1],
+            "local": str(root / "local"),
             "parent": os.getpid(),
             "environment": Path("/proc/self/environ").read_bytes()[:256].hex(),
             "packages": [str(path) for path in site_folders()],
@@ -156,7 +164,7 @@ def _landlock(policy: Policy) -> list[str]:
         "readable": [str(path) for path in readable],
         "writable": [str(path) for path in writable],
         "sockets": policy.sockets,
-        "local_sockets": bool(devices()),  # without one CUDA does not start
+        "local_sockets": bool(devices()),  # without one to listen on CUDA does not start
         "limits": policy.limits,
     }
     return [str(interpreter()), "-I", "-S", str(LAUNCHER), json.dumps(rules)]
