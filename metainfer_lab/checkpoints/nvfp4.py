@@ -32,12 +32,12 @@ class Nvfp4:
     def dequantise(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """Values [..., K]: exact in float64, rounded once in float32."""
         scaled = self.scaled(torch.float32 if dtype == torch.float32 else torch.float64)
-        return (scaled * self.global_scale.to(scaled.dtype)).to(dtype)
+        return scaled.mul_(self.global_scale.to(scaled.dtype)).to(dtype)
 
     def scaled(self, dtype: torch.dtype) -> Tensor:
         """e2m1 · block_scale [..., K], exact in bfloat16 and wider."""
         values = decode_e2m1(unpack(self.codes)).to(dtype).unflatten(-1, (-1, BLOCK))
-        return (values * self.block_scale.to(dtype)[..., None]).flatten(-2)
+        return values.mul_(self.block_scale.to(dtype)[..., None]).flatten(-2)
 
 
 def quantise(weight: Tensor, global_scale: Tensor | None = None) -> Nvfp4:

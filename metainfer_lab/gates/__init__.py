@@ -83,12 +83,14 @@ def verify(
     sandbox: Sandbox = "auto",
     oracle: Oracle | None = None,
     jobs: int = 1,
+    kernels: Path | None = None,
 ) -> Verdict:
     """Run gates (all when None) on an engine, a spec's engine or an engine folder.
 
     seed: only to repeat a verdict; without it every input is drawn from the system's randomness.
     oracle: one that is running already; without it one is started, and ended, here. jobs: gates
-    asked at once, each in a process with an oracle of its own; speed comes last, alone.
+    asked at once, each in a process with an oracle of its own; speed comes last, alone. kernels:
+    where candidates keep those that they compile; none but gates of one engine may share it.
     The engine's own faults become failures; InputError is for what the caller got wrong.
     """
     folder, spec = _target(engine, spec)
@@ -101,7 +103,8 @@ def verify(
         return _side_by_side(asked, chosen, jobs, on_gate)
     verdicts: list[GateVerdict] = []
     with tempfile.TemporaryDirectory(prefix="metainfer-gates-") as work:
-        trial = Trial(folder, spec, _device(spec), sandbox, Path(work).resolve(), _oracle=oracle)
+        place = Path(work).resolve()
+        trial = Trial(folder, spec, _device(spec), sandbox, place, kernels, _oracle=oracle)
         try:
             trial.warm()
             for name in chosen:
@@ -133,8 +136,6 @@ def _side_by_side(
 ) -> Verdict:
     """One verdict of gates that are asked at once; in the order of GATES whoever ends first."""
     folder, spec = asked.args[0], asked.keywords["spec"]
-    with tempfile.TemporaryDirectory() as work:  # what all of them read is made once, before
-        Trial(folder, spec, _device(spec), "auto", Path(work)).real()
     parts: dict[str, Verdict] = {}
 
     def take(name: str, part: Verdict) -> None:
@@ -142,12 +143,18 @@ def _side_by_side(
         if on_gate is not None:
             on_gate(part.gates[0])
 
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="metainfer-gates-") as work,
+        ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool,
+    ):
+        # What all of them read is made once, before; what one compiled the others need not.
+        Trial(folder, spec, _device(spec), "auto", Path(work)).real()
+        asked = partial(asked, kernels=Path(work).resolve() / "kernels")
         waiting = {pool.submit(asked, gates=[name]): name for name in chosen if name != "speed"}
         for one in as_completed(waiting):
             take(waiting[one], one.result())
-    if "speed" in chosen:
-        take("speed", asked(gates=["speed"]))
+        if "speed" in chosen:
+            take("speed", asked(gates=["speed"]))
     gates = [parts[name].gates[0] for name in chosen]
     return parts[chosen[0]].model_copy(
         update={

@@ -36,7 +36,8 @@ SMALL_BYTES = 32 << 20
 
 @dataclass
 class Trial:
-    """One verification of one engine. Each gate gets its own `rng` and `findings`.
+    """One verification of one engine. Each gate gets its own `rng` and `findings`; kernels: where
+    candidates keep those that they compile, beside other verifications of the same engine.
 
     The oracle answers only while no candidate lives: what is right comes into being after the
     candidate's outputs are in the parent's hands.
@@ -47,6 +48,7 @@ class Trial:
     device: str
     sandbox: Sandbox
     work: Path
+    kernels: Path | None = None
     rng: np.random.Generator = field(default_factory=np.random.default_rng)
     findings: Findings = field(default_factory=Findings)
     level: str = "none"
@@ -201,8 +203,8 @@ class Trial:
     @cached_property
     def _compiled(self) -> Path:
         """Kernels that one candidate compiled are there for the next one, and for nobody else."""
-        folder = self.new_folder()
-        folder.mkdir()
+        folder = self.kernels or self.new_folder()
+        folder.mkdir(exist_ok=True)
         return folder
 
     @cached_property

@@ -78,17 +78,16 @@ def _text(lib: ctypes.CDLL, program: ctypes.c_void_p, what: str, raw: bool = Fal
 
 def build(target: str, defines: dict[str, int]) -> dict[str, bytes]:
     """Cubins by file name, from the cache where the sources and sizes are the same."""
-    folder = Path(
-        os.environ.get("QWEN36_KERNEL_CACHE", Path(tempfile.gettempdir()) / "qwen36-kernels")
-    )
+    folder = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir())) / "qwen36-kernels"
 
     def one(name: str) -> tuple[str, bytes]:
         source = "".join((KERNELS / part).read_text() for part in SOURCES[name])
-        key = hashlib.sha256(f"{target}{sorted(defines.items())}{source}".encode()).hexdigest()
+        used = {name: value for name, value in defines.items() if name in source}
+        key = hashlib.sha256(f"{target}{sorted(used.items())}{source}".encode()).hexdigest()
         path = folder / f"{key}.cubin"
         if path.is_file():
             return name, path.read_bytes()
-        cubin = compile_source(source, target, defines)
+        cubin = compile_source(source, target, used)
         folder.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}")
         part.write_bytes(cubin)
