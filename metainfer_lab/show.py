@@ -7,11 +7,14 @@ the Lab theme so that dark stays readable). Tables are plain tables: GitHub stri
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from metainfer_lab.agent.replay import Report
     from metainfer_lab.agent.run import Run, Turn
     from metainfer_lab.engine import Chat, Engine
@@ -31,9 +34,34 @@ COLOURS = {
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """An HTML table; cells are escaped unless they are `Markup`."""
-    body = "".join(f"<tr>{''.join(f'<td>{_cell(v)}</td>' for v in row)}</tr>" for row in rows)
-    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
+    rows = [*rows]
+    sides = [_side(row[column] for row in rows) for column in range(len(head))]
+    titles = "".join(f"<th{s}>{escape(title)}</th>" for s, title in zip(sides, head, strict=True))
+    body = "".join(
+        f"<tr>{''.join(f'<td{s}>{_cell(v)}</td>' for s, v in zip(sides, row, strict=True))}</tr>"
+        for row in rows
+    )
     return f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def frame_html(frame: pd.DataFrame) -> str:
+    """A DataFrame as pandas draws it, with words to the left."""
+    sides = [_side(frame.index.get_level_values(level)) for level in range(frame.index.nlevels)]
+    sides += [_side(column) for _, column in frame.items()]
+
+    def aligned(row: re.Match[str]) -> str:
+        cells = len(re.findall("<t[dh]", row.group()))
+        side = iter(sides[-cells:] if cells <= len(sides) else [""] * cells)
+        return re.sub("<t[dh](?=[ >])", lambda cell: cell.group() + next(side), row.group())
+
+    return re.sub("<tr.*?</tr>", aligned, frame._repr_html_(), flags=re.DOTALL)
+
+
+def _side(values: Iterable[object]) -> str:
+    """The style of a column's cells: only numbers belong to the right, where JupyterLab has all."""
+    said = {str(value) for value in values} - {"None", "nan", "<NA>"}
+    words = any(re.match(r"[^-+–\d\s]", text) for text in said)
+    return ' style="text-align: left"' if words else ""
 
 
 def fold(summary: str, body: str, is_open: bool = False) -> str:
@@ -262,6 +290,8 @@ def register(shell: Any = None) -> None:
     for (module, name), (text, html) in NOUNS.items():
         formatters["text/plain"].for_type_by_name(module, name, _pretty(text))
         formatters["text/html"].for_type_by_name(module, name, html)
+    for module in ("pandas", "pandas.core.frame"):  # pandas 3, pandas 2
+        formatters["text/html"].for_type_by_name(module, "DataFrame", frame_html)
     formatters["image/png"].for_type_by_name("matplotlib.figure", "Figure", figure_png)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -121,6 +122,21 @@ def test_chat_and_engine(shell, tmp_path: Path):
     (tmp_path / "__init__.py").write_text("x = '<b>'\n")
     text, html = shown(shell, Engine(tmp_path, Spec.load("qwen3-8b-bf16-h200")))
     assert "1 files, 1 lines" in text and "__init__.py" in html and "'<b>'" not in html
+
+
+def test_words_stand_to_the_left_and_numbers_to_the_right(shell):
+    """In tables of ours and in pandas', whatever is null, escaped or spans rows."""
+    import pandas as pd
+
+    places = pd.MultiIndex.from_tuples([("x", 1), ("x", 2)], names=["place", "no"])
+    said, half = ["<b>", "longer"], [None, 0.5]
+    frame = pd.DataFrame({"said": said, "half": half, "time": ["3 ms", "40 ms"]}, index=places)
+    _, html = shown(shell, frame)
+    left = re.findall('<t[dh] style="text-align: left"[^>]*>(.*?)<', html)
+    assert left == ["", "said", "place", "", "x", "&lt;b&gt;", "longer"]
+    assert len(re.findall("<t[dh][ >]", html)) == 19 and "</style>" in html
+    own = show.table(["a", "b", "c"], [("-1 ms", "word", None), ("2", None, 3)])
+    assert re.findall('left">(.*?)<', own) == ["b", "word", ""]
 
 
 def test_figure_is_shown_without_pyplot(shell):

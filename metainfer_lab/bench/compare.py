@@ -122,10 +122,10 @@ def measure(
         for name in company.names:
             live.update(f"bench: loading {name}")
             runners[name] = company.runner(name, engine, measured)
-        for name, run in runners.items():
-            live.update(f"bench: {name} warms up")
+        live.update(f"bench: a warm-up each, then {workload.runs} turns of {', '.join(runners)}")
+        for run in runners.values():
             run()
-        timed = in_turn({n: _told(live, n, run) for n, run in runners.items()}, workload.runs)
+        timed = in_turn(runners, workload.runs)
     measured.experts_touched = engine.process.stats().get("experts_touched")
     measured.products = timed.pop("products", [])
     measured.samples = timed
@@ -259,14 +259,6 @@ def _events(
         for arrival in process.run():
             submit_due()
             yield from ((streams[result.request], result.token) for result in arrival.results)
-
-
-def _told(live: Live | Silent, name: str, run: Callable) -> Callable:
-    def told() -> object:
-        live.update(f"bench: {name} runs")
-        return run()
-
-    return told
 
 
 def _rows_of(measured: Measurement, name: str, base: dict) -> Iterator[dict]:
