@@ -43,6 +43,8 @@ def floors_by_batch(rows: pd.DataFrame) -> Figure:
 
 
 def _floor_lines(axes: Axes, rows: pd.DataFrame, column: str) -> None:
+    from matplotlib.ticker import LogLocator
+
     for place, (spec, group) in enumerate(rows.groupby("spec", sort=False)):
         colour, marker = SERIES[place % len(SERIES)], MARKERS[place % len(MARKERS)]
         axes.plot(group["batch"], group[column], color=colour, marker=marker, label=spec)
@@ -50,6 +52,7 @@ def _floor_lines(axes: Axes, rows: pd.DataFrame, column: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:,g}")
+    axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
     axes.yaxis.set_minor_formatter("{x:,g}")
     axes.set_xticks(batches, [str(batch) for batch in batches])
 
