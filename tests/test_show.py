@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from metainfer_lab import live, paths, show
+from metainfer_lab import live, markup, paths, show
 from metainfer_lab.engine.session import Chat, Engine
 from metainfer_lab.gates.verdict import Failure, GateVerdict, Verdict
 from metainfer_lab.plan import plan
@@ -135,7 +135,7 @@ def test_words_stand_to_the_left_and_numbers_to_the_right(shell):
     left = re.findall('<t[dh] style="text-align: left"[^>]*>(.*?)<', html)
     assert left == ["", "said", "place", "", "x", "&lt;b&gt;", "longer"]
     assert len(re.findall("<t[dh][ >]", html)) == 19 and "</style>" in html
-    own = show.table(["a", "b", "c"], [("-1 ms", "word", None), ("2", None, 3)])
+    own = markup.table(["a", "b", "c"], [("-1 ms", "word", None), ("2", None, 3)])
     assert re.findall('left">(.*?)<', own) == ["b", "word", ""]
 
 

@@ -31,11 +31,11 @@ class Difference(view.Shown, Record):
 
     def _repr_html_(self) -> str:
         rows = [(name, *counts) for name, counts in self.opcodes.items()]
-        opcodes = view.html_table(("opcode, a turn", *self.names), rows)
+        opcodes = view.table_html(("opcode, a turn", *self.names), rows)
         parts = view.fold(f"{len(rows)} opcodes whose count differs", opcodes)
         if self.source:
             parts += view.fold("difference of the sources", view.code(self.source, "diff"))
-        return view.html_table(("", *self.names), self.numbers) + parts
+        return view.table_html(("", *self.names), self.numbers) + parts
 
 
 def compare(before: Report, after: Report) -> Difference:

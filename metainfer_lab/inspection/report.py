@@ -87,7 +87,7 @@ class Checks(view.Shown, Record):
         return f"{self.kernel} for {self.arch}\n" + view.text_table(*view.checks_table(self))
 
     def _repr_html_(self) -> str:
-        return f"<b>{view.escape(f'{self.kernel} for {self.arch}')}</b>" + view.html_table(
+        return f"<b>{view.escape(f'{self.kernel} for {self.arch}')}</b>" + view.table_html(
             *view.checks_table(self)
         )
 

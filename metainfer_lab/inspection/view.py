@@ -6,11 +6,13 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from metainfer_lab.markup import code, fold, table
+
 if TYPE_CHECKING:
     from metainfer_lab.inspection.report import Checks, Report
 
 Table = tuple[Sequence[str], list[Sequence[object]]]
-LANGUAGES = {"source": {"cuda": "cuda", "triton": "python"}, "naive": "python"}
+PYGMENTS = {"cuda": "cuda", "triton": "python"}
 LINES = 300  # of a text that are shown; the whole of it is in the report's `stages`
 MARKS = {True: "✓", False: "✗"}
 
@@ -72,14 +74,13 @@ def _counts(counted: dict[str, int]) -> str:
 def report_html(report: Report, unfolded: Sequence[str] = ()) -> str:
     """A table, then source, intermediate forms, PTX and SASS, and the opcodes of the inner loop."""
     heading = f"<b>{escape(f'{report.kernel.name} for {report.arch}')}</b>"
-    opcodes = html_table(("opcode", "in a turn"), list(report.inner.opcodes.items()))
+    opcodes = table_html(("opcode", "in a turn"), list(report.inner.opcodes.items()))
     folds = [fold("opcodes of the inner loop", opcodes, "opcodes" in unfolded)]
     for stage, text in report.stages.items():
-        language = LANGUAGES.get(stage, "text")
-        lexer = language if isinstance(language, str) else language[report.kernel.language]
+        language = {"naive": "python", "source": PYGMENTS[report.kernel.language]}.get(stage)
         title, part = excerpt(text, report.kernel.entry)
-        folds.append(fold(f"{stage}, {title}", code(part, lexer), stage in unfolded))
-    return heading + html_table(*report_table(report)) + "".join(folds)
+        folds.append(fold(f"{stage}, {title}", code(part, language), stage in unfolded))
+    return heading + table_html(*report_table(report)) + "".join(folds)
 
 
 def excerpt(text: str, name: str) -> tuple[str, str]:
@@ -93,34 +94,9 @@ def excerpt(text: str, name: str) -> tuple[str, str]:
     return title, "\n".join(lines[first : first + LINES])
 
 
-def fold(summary: str, body: str, is_open: bool = False) -> str:
-    """A part that unfolds; `body` is HTML, `summary` text."""
-    state = " open" if is_open else ""
-    return f"<details{state}><summary>{escape(summary)}</summary>{body}</details>"
-
-
-def code(text: str, language: str) -> str:
-    """Source with colours on their own light ground, machine code as it stands."""
-    if language == "text":
-        return f'<pre style="max-height: 30em; overflow: auto">{escape(text)}</pre>'
-    from pygments import highlight
-    from pygments.formatters import HtmlFormatter
-    from pygments.lexers import get_lexer_by_name
-
-    # a <pre> gets the theme's ground and colour from JupyterLab, which dark-on-light cannot bear
-    ground = "background: transparent; color: #000"
-    style = "padding: 4px; max-height: 30em; overflow: auto"
-    formatter = HtmlFormatter(noclasses=True, cssstyles=style, prestyles=ground)
-    return highlight(text, get_lexer_by_name(language), formatter)
-
-
-def html_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A plain table, everything escaped."""
-    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
-    body = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell_text(cell))}</td>' for cell in row)}</tr>" for row in rows
-    )
-    return f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
+def table_html(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A plain table, its numbers as short as in text."""
+    return table(head, [[cell_text(cell) for cell in row] for row in rows])
 
 
 def text_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
