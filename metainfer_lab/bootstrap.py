@@ -22,13 +22,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CPU_TORCH = "torch==2.13.0"  # the release this project is tested with on CPUs
-OLDEST = (3, 11)
+OLDEST, TOO_NEW = (3, 11), (3, 14)  # as pyproject.toml says
 
 
 def main(folder: Path) -> None:
     """Create `folder`, decide on torch, install the rest, leave `.ready` behind as the last act."""
     _require(
-        sys.version_info >= OLDEST, f"python: {sys.version.split()[0]} is too old; 3.11+ is needed"
+        OLDEST <= sys.version_info < TOO_NEW,
+        f"python: this is {sys.version.split()[0]}; 3.11, 3.12 or 3.13 is needed",
     )
     _require(
         importlib.util.find_spec("ensurepip") is not None,

@@ -79,15 +79,16 @@ def test_unreachable_cpu_index_stops_with_one_line(monkeypatch, capsys):
 
 
 def test_old_python_and_missing_venv_are_named(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(bootstrap.sys, "version_info", (3, 10, 0))
-    with pytest.raises(SystemExit):
-        bootstrap.main(tmp_path / "v")
+    for version in ((3, 10, 0), (3, 14, 0)):
+        monkeypatch.setattr(bootstrap.sys, "version_info", version)
+        with pytest.raises(SystemExit):
+            bootstrap.main(tmp_path / "v")
     monkeypatch.setattr(bootstrap.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(bootstrap.sys, "version_info", (3, 11, 0))
     with pytest.raises(SystemExit):
         bootstrap.main(tmp_path / "v")
     said = capsys.readouterr().err
-    assert "3.11+ is needed" in said and "apt install python3-venv" in said
+    assert said.count("3.11, 3.12 or 3.13 is needed") == 2 and "apt install python3-venv" in said
     assert not (tmp_path / "v").exists()
 
 

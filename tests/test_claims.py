@@ -63,9 +63,14 @@ def test_code_and_knowledge():
     code = {"kind": "less_code", "value": 99, "unit": "%", "lines_of": "vLLM"}
     assert judge(code | {"lines": 800_000}).verdict == "reproduced"
     assert judge(code | {"lines": 100_000}).verdict == "not reproduced"
+    stricter = judge(code | {"lines": 800_000, "modules": {"qwen3-8b-bf16-h200": 12_000}})
+    assert (
+        "against its modules on the same path (12,000)" in stricter.why and "75 %" in stricter.why
+    )
     knowledge = {"kind": "knowledge_only", "unit": "engines"}
     assert judge(knowledge).verdict == "not tested"
-    assert judge(knowledge, generated=["a-r1"]).ours == "1 engines"
+    assert judge(knowledge, generated=["a-r1"]).ours == "1 run(s) of 1 spec(s)"
+    assert judge(knowledge, generated=["a-r1", "a-r2", "b-r1"]).ours == "3 run(s) of 2 spec(s)"
 
 
 def test_the_claims_of_the_record_are_all_there():

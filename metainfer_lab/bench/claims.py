@@ -36,7 +36,8 @@ class Claim(Record):
     """What somebody published. kind says how it is judged; value in `unit`.
 
     case: columns of the result schema that our row must share; over: the engine whose rate the
-    claimed ratio divides by, told by how its name begins; lines: lines of the code compared with.
+    claimed ratio divides by, told by how its name begins; lines: lines of the code compared with;
+    modules: the same of its modules on the path of one engine of ours alone, a stricter count.
     """
 
     id: str
@@ -50,6 +51,7 @@ class Claim(Record):
     over: str | None = None
     lines: int | None = None
     lines_of: str | None = None
+    modules: dict[str, int] = {}
 
 
 class Judged(Record):
@@ -99,6 +101,9 @@ def _less_code(claim: Claim, engines: dict[str, int]) -> tuple[str, Verdict, str
     name, lines = max(engines.items(), key=lambda item: item[1])
     less = 100 * (1 - lines / claim.lines)
     why = f"{name}, the largest engine here, has {lines:,} lines; {claim.lines_of} {claim.lines:,}"
+    for ours, theirs in claim.modules.items():
+        share = 100 * (1 - engines[ours] / theirs)
+        why += f"; {ours} against its modules on the same path ({theirs:,}): {share:.0f} %"
     verdict: Verdict = "reproduced" if less >= claim.value else "not reproduced"
     return f"{less:.1f} %", verdict, why
 
@@ -106,11 +111,13 @@ def _less_code(claim: Claim, engines: dict[str, int]) -> tuple[str, Verdict, str
 def _knowledge_only(generated: list[str]) -> tuple[str, Verdict, str]:
     if not generated:
         return "", "not tested", "no recorded run"
+    specs = {run.rsplit("-r", 1)[0] for run in generated}
     why = (
-        f"{', '.join(generated)}: every gate passed, the blank-sheet check too; smaller models and "
-        "a CPU, the author confined by instruction, not by the operating system"
+        f"{', '.join(generated)}: every gate of their phases passed, the blank-sheet check too; "
+        "smaller models and a CPU, no reviewer, the author confined by instruction, not by the "
+        "operating system"
     )
-    return f"{len(generated)} engines", "reproduced", why
+    return f"{len(generated)} run(s) of {len(specs)} spec(s)", "reproduced", why
 
 
 def _rate(claim: Claim, ours: pd.DataFrame) -> tuple[str, Verdict, str]:
