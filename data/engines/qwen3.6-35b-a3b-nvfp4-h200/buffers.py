@@ -25,7 +25,7 @@ ATTENTION_SHARED = 2 * 2 * 32 * (256 + 8) * 2  # stages, keys and values, tokens
 # and how many of them are on their way at a time.
 PERSISTENT_THREADS, PERSISTENT_SHARED = 17 * 32, 216064
 RING_STAGES, IN_FLIGHT = 12, 3
-MOE_THREADS = 17 * 32
+MOE_THREADS = (16 + 4) * 32  # warps that multiply, and that ask for weights and activations
 # Rows of a prompt that share an expert's decoded weights; shared memory of that product.
 PROMPT_UNIT = 48
 PROMPT_SHARED = 4 * 16 * 2 * GROUP_BYTES + 2 * PROMPT_UNIT * X_STRIDE * 2

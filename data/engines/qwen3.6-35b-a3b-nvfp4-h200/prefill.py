@@ -255,6 +255,6 @@ class Prefill:
         }
         args = fill(c.PromptRouteArgs, y=y, alpha=dense.alpha, rows=rows, ld=y.shape[1], **lists)
         self.kernels["prompt_route"].launch(rows, 256, args)
-        self.kernels["prompt_members"].launch(config.experts // 8, 256, args)
+        self.kernels["prompt_members"].launch(config.experts, 256, args)
         self.kernels["prompt_units"].launch(1, config.experts, args)
         return lists

@@ -7,6 +7,7 @@
 #define STRIDE (HEAD_DIM + 8)          // bf16 elements of a padded row
 #define UNIT_BYTES (2 * UNIT * STRIDE * 2)
 #define STAGES 2
+#define WARP_ROWS (UNIT * 32 / ATTENTION_THREADS)
 
 __device__ __forceinline__ int units_per_split(u64 position, int splits) {
   return ((int)(position / UNIT) + splits) / splits;
@@ -46,27 +47,25 @@ extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS) attention(const 
   const auto source = [&](int unit) {
     return a.pages + (((size_t)table[unit * UNIT / PAGE] * 2 * KV_HEADS + kv) * PAGE + unit * UNIT % PAGE) * HEAD_DIM;
   };
-  // Rows of earlier tokens; warp 0 asks for them, a lane a row of keys and one of values.
+  // Rows of earlier tokens, four of keys and of values a warp: a lane a row. Lanes ask in turns, about
+  // 90 clocks each.
   const auto request = [&](int unit) {
     const int stage = (unit - begin) % STAGES, rows = unit == last ? (int)(p % UNIT) : UNIT;
-    const u16 *keys = source(unit);
-    u16 *to = (u16 *)(memory + stage * UNIT_BYTES);
-    if (lane == 0) barrier_expect(full + stage, rows * 2 * HEAD_DIM * 2);
+    const int row = warp * WARP_ROWS + lane % WARP_ROWS, values = lane / WARP_ROWS;
+    if (lane == 0) barrier_expect(full + stage, max(0, min(rows - row, WARP_ROWS)) * 2 * HEAD_DIM * 2);
     __syncwarp();
-    if (lane >= rows) return;
-    bulk_copy(to + lane * STRIDE, keys + lane * HEAD_DIM, HEAD_DIM * 2, full + stage);
-    bulk_copy(to + (UNIT + lane) * STRIDE, keys + (KV_HEADS * PAGE + lane) * HEAD_DIM, HEAD_DIM * 2,
-              full + stage);
+    if (row >= rows || values > 1) return;
+    bulk_copy((u16 *)(memory + stage * UNIT_BYTES) + (values * UNIT + row) * STRIDE,
+              source(unit) + (values * KV_HEADS * PAGE + row) * HEAD_DIM, HEAD_DIM * 2, full + stage);
   };
   if (tid == 0) {
-    for (int s = 0; s < STAGES; s++) barrier_init(full + s, 1);
+    for (int s = 0; s < STAGES; s++) barrier_init(full + s, ATTENTION_THREADS / 32);
     barrier_fence();
   }
   __syncthreads();
   // Everything before the new token was finished steps ago, by ordinary stores.
-  if (warp == 0) asm volatile("fence.proxy.async.global;" ::: "memory");
-  if (warp == 0)
-    for (int unit = begin; unit < min(begin + STAGES, end); unit++) request(unit);
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+  for (int unit = begin; unit < min(begin + STAGES, end); unit++) request(unit);
   const float2 turn = a.rope[p * (ROPE_DIM / 2) + lane];
   pdl_wait();
   pdl_trigger();
@@ -148,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS) attention(const 
       }
     }
     __syncthreads();
-    if (warp == 0 && unit + STAGES < end) request(unit + STAGES);
+    if (unit + STAGES < end) request(unit + STAGES);
   }
 #pragma unroll
   for (int m = 0; m < 2; m++)

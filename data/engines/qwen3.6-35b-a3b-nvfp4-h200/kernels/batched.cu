@@ -49,28 +49,29 @@ __device__ __forceinline__ void block_tiles(const uint4 *weight, const BatchArgs
   constexpr int STEPS = K_LENGTH / X_COLUMNS, X_BYTES = NT * 8 * X_STRIDE * 2;
   constexpr int STAGE_BYTES = X_BYTES + TILES * stage_tile(KIND);
   constexpr int TILE_BYTES = stage_tile(KIND) * (K / X_COLUMNS);
+  static_assert(TILES < WARPS, "a warp asks for one of them");
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const u64 policy = stream_policy();
+  // A warp asks for one tile of a stage, the last for the activations: requests of one thread take
+  // some 90 clocks each.
+  const bool asks = lane == 0 && warp < count, asks_x = lane == 0 && warp == WARPS - 1;
   const auto request_weights = [&](int step) {
-    u8 *to = memory + step % STAGES * STAGE_BYTES + X_BYTES;
     u64 *barrier = full + step % STAGES;
-    barrier_expect(barrier, X_BYTES + count * stage_tile(KIND));
-    const int block = k0 / X_COLUMNS + step;
-    for (int i = 0; i < count; i++)
-      bulk_copy(to + i * stage_tile(KIND),
-                (const u8 *)weight + (size_t)(first + i) * TILE_BYTES + block * stage_tile(KIND),
-                stage_tile(KIND), barrier, policy);
+    barrier_expect(barrier, stage_tile(KIND));
+    bulk_copy(memory + step % STAGES * STAGE_BYTES + X_BYTES + warp * stage_tile(KIND),
+              (const u8 *)weight + (size_t)(first + warp) * TILE_BYTES + (k0 / X_COLUMNS + step) * stage_tile(KIND),
+              stage_tile(KIND), barrier, policy);
   };
   const auto request_x = [&](int step) {
-    const int block = k0 / X_COLUMNS + step;
-    bulk_copy(memory + step % STAGES * STAGE_BYTES, a.x + (size_t)block * 32 * X_STRIDE, X_BYTES,
-              full + step % STAGES);
+    barrier_expect(full + step % STAGES, X_BYTES);
+    bulk_copy(memory + step % STAGES * STAGE_BYTES, a.x + (size_t)(k0 / X_COLUMNS + step) * 32 * X_STRIDE,
+              X_BYTES, full + step % STAGES);
   };
-  if (threadIdx.x == 0)
+  if (asks)
     for (int s = 0; s < min(STAGES, STEPS); s++) request_weights(s);
   pdl_wait();
   pdl_trigger();
-  if (threadIdx.x == 0) {
+  if (asks_x) {
     asm volatile("fence.proxy.async.global;" ::: "memory");  // x was written by ordinary stores
     for (int s = 0; s < min(STAGES, STEPS); s++) request_x(s);
   }
@@ -100,11 +101,9 @@ __device__ __forceinline__ void block_tiles(const uint4 *weight, const BatchArgs
     if (step + STAGES >= STEPS) continue;
     __syncwarp();
     if (lane == 0) barrier_arrive(empty + stage);
-    if (threadIdx.x == 0) {
-      barrier_wait(empty + stage, step / STAGES & 1);
-      request_weights(step + STAGES);
-      request_x(step + STAGES);
-    }
+    if (asks || asks_x) barrier_wait(empty + stage, step / STAGES & 1);
+    if (asks) request_weights(step + STAGES);
+    if (asks_x) request_x(step + STAGES);
   }
   __syncthreads();  // all stages are consumed: their memory takes the sums
   float *sums = (float *)memory;
@@ -127,7 +126,7 @@ __device__ __forceinline__ void batched_linear(const BatchArgs &a) {
   const int count = second ? 1 : min(TILES, a.tiles - first), part = blockIdx.y;
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
-      barrier_init(full + s, 1);
+      barrier_init(full + s, count + 1);
       barrier_init(empty + s, WARPS);
     }
     barrier_fence();

@@ -85,11 +85,13 @@ struct MoeArgs {
   int block_stride, row_stride;  // of x: column c of row r at c / 256 * block + r * row + c % 256
 };
 
-// One warp produces, the others consume: a block walks over (unit, MOE_TILES row tiles) items, 512
-// columns a stage. The producer reads the lists and asks for weights and activations stages ahead;
-// two warps share a tile, each half of the stage's columns.
+// Sixteen warps consume, four produce: a block walks over (unit, MOE_TILES row tiles) items, 512
+// columns a stage. Producers read the lists and ask for weights and activations stages ahead, each for
+// its share: lanes ask in turns, some 90 clocks each. Two consumers share a tile, each half of the
+// stage's columns, and finish it by turns.
 #define MOE_TILES 8
 #define MOE_WARPS (2 * MOE_TILES)
+#define MOE_PRODUCERS 4
 #define MOE_STAGES 4
 #define STAGE_K 512
 #define TILE_BYTES (STAGE_K / 128 * GROUP_BYTES)
@@ -100,67 +102,88 @@ struct MoeArgs {
 struct Item {
   int count;               // rows
   int shared;              // 1: of the shared expert
-  long long tile;          // first row tile in the stacked matrix
+  int tile;                // first row tile in the stacked matrix
   int members[UNIT_ROWS];  // row * ROWS_PER_TOKEN + rank
 };
 
 struct MoeMemory {
   u64 full[MOE_STAGES], empty[MOE_STAGES];
   Item items[MOE_STAGES];
-  float4 halves[2][MOE_TILES][32];  // sums of the second warp of a tile, by turns
+  float4 halves[2][MOE_TILES][32];  // sums of one warp of a tile, by turns
 };
 
-// Asks for all stages of all items of this block; runs in one warp.
+// Asks for this warp's share of all stages of the block: two tiles, every fourth half row. Weights of
+// the first stages of a down projection are on their way before its activations are written: the
+// lists are older by a kernel.
 template <int K, int TILES, bool GATE_UP>
-__device__ __forceinline__ void produce(const MoeArgs &a, int items, int units, u8 *memory,
-                                        MoeMemory &m) {
+__device__ __forceinline__ void produce(const MoeArgs &a, int items, int units, u8 *memory, MoeMemory &m) {
   constexpr int STEPS = K / STAGE_K, PARTS = TILES / MOE_TILES;
-  const int lane = threadIdx.x & 31;
+  constexpr int OWN = MOE_TILES / MOE_PRODUCERS;
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) - MOE_WARPS;
+  const int stages = max(0, (items - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x) * STEPS;
   const u64 policy = stream_policy();
+  struct Work { int count, shared, tile, member; };
+  const auto work_of = [&](int s) {
+    const int item = blockIdx.x + s / STEPS * gridDim.x, u = item / PARTS;
+    Work w;
+    w.shared = u >= units;
+    const int first = w.shared ? (u - units) * UNIT_ROWS : a.units[2 + u * 3];
+    w.count = w.shared ? min(a.rows - first, UNIT_ROWS) : a.units[3 + u * 3];
+    w.tile = (w.shared ? 0 : a.units[1 + u * 3] * TILES) + item % PARTS * MOE_TILES;
+    w.member = 0;
+    if (lane < w.count) w.member = w.shared ? (first + lane) * ROWS_PER_TOKEN + TOP_K : a.members[first + lane];
+    return w;
+  };
+  const auto request_weights = [&](int s, const Work &w) {
+    const int stage = s % MOE_STAGES, own = warp * OWN + lane, parts = 2 * w.count - warp;
+    if (s >= MOE_STAGES) barrier_wait(m.empty + stage, s / MOE_STAGES - 1 & 1);
+    if (warp == 0 && lane < UNIT_ROWS) m.items[stage].members[lane] = w.member;
+    if (warp == 0 && lane == 0)
+      m.items[stage].count = w.count, m.items[stage].shared = w.shared, m.items[stage].tile = w.tile;
+    __syncwarp();
+    if (lane == 0)
+      barrier_expect(m.full + stage,
+                     OWN * TILE_BYTES + max(0, (parts + MOE_PRODUCERS - 1) / MOE_PRODUCERS) * STAGE_K);
+    __syncwarp();
+    if (lane < OWN)
+      bulk_copy(memory + stage * STAGE_BYTES + own * TILE_BYTES,
+                (const u8 *)(w.shared ? a.shared_weight : a.weight) +
+                    ((size_t)(w.tile + own) * STEPS + s % STEPS) * TILE_BYTES,
+                TILE_BYTES, m.full + stage, policy);
+  };
+  const auto request_rows = [&](int s, const Work &w) {
+    const int stage = s % MOE_STAGES, part = warp + lane * MOE_PRODUCERS, row = part / 2, half = part % 2;
+    const int member = __shfl_sync(~0u, w.member, row % UNIT_ROWS);
+    if (row >= w.count) return;
+    bulk_copy(memory + stage * STAGE_BYTES + MOE_TILES * TILE_BYTES + half * HALF_BYTES + row * HALF_STRIDE * 2,
+              a.x + (size_t)(GATE_UP ? member / ROWS_PER_TOKEN : member) * a.row_stride +
+                  (s % STEPS * 2 + half) * a.block_stride,
+              STAGE_K, m.full + stage);
+  };
+  Work w, ahead[MOE_STAGES];
+  const int early = GATE_UP ? 0 : min(MOE_STAGES, stages);
+  static_assert(GATE_UP || STEPS == 1, "a stage an item");
+#pragma unroll
+  for (int s = 0; s < MOE_STAGES; s++)
+    if (s < early) request_weights(s, ahead[s] = work_of(s));
+  if (!GATE_UP) pdl_wait();
   asm volatile("fence.proxy.async.global;" ::: "memory");  // x was written by ordinary stores
-  int stage = 0, round = 0;
-  for (int item = blockIdx.x; item < items; item += gridDim.x) {
-    const int u = item / PARTS;
-    const bool shared = u >= units;
-    const int first = shared ? (u - units) * UNIT_ROWS : a.units[2 + u * 3];
-    const int count = shared ? min(a.rows - first, UNIT_ROWS) : a.units[3 + u * 3];
-    const long long tile =
-        (shared ? 0 : (long long)a.units[1 + u * 3] * TILES) + item % PARTS * MOE_TILES;
-    int member = 0;
-    if (lane < count) member = shared ? (first + lane) * ROWS_PER_TOKEN + TOP_K : a.members[first + lane];
-    const u16 *x = a.x + (size_t)(GATE_UP ? member / ROWS_PER_TOKEN : member) * a.row_stride;
-    const u8 *w = (const u8 *)(shared ? a.shared_weight : a.weight) +
-                  (size_t)(tile + lane % MOE_TILES) * STEPS * TILE_BYTES;
-    for (int step = 0; step < STEPS; step++) {
-      if (round) barrier_wait(m.empty + stage, round - 1 & 1);
-      if (lane < UNIT_ROWS) m.items[stage].members[lane] = member;
-      if (lane == 0) {
-        m.items[stage].count = count;
-        m.items[stage].shared = shared;
-        m.items[stage].tile = tile;
-      }
-      __syncwarp();
-      if (lane == 0) barrier_expect(m.full + stage, MOE_TILES * TILE_BYTES + count * STAGE_K * 2);
-      __syncwarp();
-      u8 *to = memory + stage * STAGE_BYTES;
-      if (lane < MOE_TILES)
-        bulk_copy(to + lane * TILE_BYTES, w + step * TILE_BYTES, TILE_BYTES, m.full + stage, policy);
-      if (lane < count)
-        for (int half = 0; half < 2; half++)
-          bulk_copy(to + MOE_TILES * TILE_BYTES + half * HALF_BYTES + lane * HALF_STRIDE * 2,
-                    x + (step * 2 + half) * a.block_stride, STAGE_K, m.full + stage);
-      if (++stage == MOE_STAGES) stage = 0, round++;
-    }
+#pragma unroll
+  for (int s = 0; s < MOE_STAGES; s++)
+    if (s < early) request_rows(s, ahead[s]);
+  for (int s = early; s < stages; s++) {
+    if (s % STEPS == 0) w = work_of(s);
+    request_weights(s, w);
+    request_rows(s, w);
   }
 }
 
 // Lane (g, t) holds columns 2t, 2t + 1 of rows g (x, y) and g + 8 (z, w) of a tile's product.
 template <int TILES, bool GATE_UP>
-__device__ __forceinline__ void finish_tile(const MoeArgs &a, const Item &item, int own, float4 sum) {
+__device__ __forceinline__ void finish_tile(const MoeArgs &a, const Item &item, int own, float2 alpha, float4 sum) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int within = item.tile % TILES + own;
-  const float *alpha = (item.shared ? a.shared_alpha : a.alpha) + (item.tile + own) * 2;
-  const float top = alpha[0] * FP4_UNIT, bottom = alpha[1] * FP4_UNIT;
+  const float top = alpha.x * FP4_UNIT, bottom = alpha.y * FP4_UNIT;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     if (2 * t + i >= item.count) continue;
@@ -184,21 +207,22 @@ __device__ __forceinline__ void expert_items(const MoeArgs &a) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   if (threadIdx.x == 0) {
     for (int s = 0; s < MOE_STAGES; s++) {
-      barrier_init(m.full + s, 1);
+      barrier_init(m.full + s, MOE_PRODUCERS);
       barrier_init(m.empty + s, MOE_WARPS);
     }
     barrier_fence();
   }
   __syncthreads();
-  pdl_wait();
+  if (GATE_UP) pdl_wait();
   pdl_trigger();
   const int units = a.units[0];
   const int shared_units = a.shared_weight ? (a.rows + UNIT_ROWS - 1) / UNIT_ROWS : 0;
   const int items = (units + shared_units) * PARTS;
-  if (warp == MOE_WARPS) {
+  if (warp >= MOE_WARPS) {
     produce<K, TILES, GATE_UP>(a, items, units, memory, m);
     return;
   }
+  if (!GATE_UP) pdl_wait();
   const int own = warp % MOE_TILES, half = warp / MOE_TILES;
   int stage = 0, round = 0, turn = 0;
   for (int item = blockIdx.x; item < items; item += gridDim.x, turn ^= 1) {
@@ -209,6 +233,9 @@ __device__ __forceinline__ void expert_items(const MoeArgs &a) {
       const u16 *x = (const u16 *)(memory + stage * STAGE_BYTES + MOE_TILES * TILE_BYTES +
                                    half * HALF_BYTES) +
                      g * HALF_STRIDE + 4 * t;  // columns of missing rows are never read
+      float2 alpha;  // asked for before the products, needed after them
+      if (step == STEPS - 1 && half == turn)
+        alpha = ((const float2 *)(m.items[stage].shared ? a.shared_alpha : a.alpha))[m.items[stage].tile + own];
 #pragma unroll
       for (int i = 0; i < STAGE_K / 256; i++) {
         uint2 columns[8];
@@ -217,12 +244,12 @@ __device__ __forceinline__ void expert_items(const MoeArgs &a) {
       }
       if (step == STEPS - 1) {
         float4 sum = {four_sum(acc, 0), four_sum(acc, 1), four_sum(acc, 2), four_sum(acc, 3)};
-        if (half) m.halves[turn][own][lane] = sum;
+        if (half != turn) m.halves[turn][own][lane] = sum;
         asm volatile("bar.sync %0, 64;" ::"r"(1 + own) : "memory");  // the tile's two warps
-        if (!half) {
+        if (half == turn) {
           const float4 other = m.halves[turn][own][lane];
           sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
-          finish_tile<TILES, GATE_UP>(a, m.items[stage], own, sum);
+          finish_tile<TILES, GATE_UP>(a, m.items[stage], own, alpha, sum);
         }
       }
       __syncwarp();
@@ -232,7 +259,7 @@ __device__ __forceinline__ void expert_items(const MoeArgs &a) {
   }
 }
 
-#define MOE_THREADS ((MOE_WARPS + 1) * 32)
+#define MOE_THREADS ((MOE_WARPS + MOE_PRODUCERS) * 32)
 extern "C" __global__ void __launch_bounds__(MOE_THREADS) moe_gate_up(const MoeArgs a) {
   expert_items<HIDDEN, WIDTH / 8, true>(a);
 }

@@ -148,48 +148,63 @@ extern "C" __global__ void __launch_bounds__(256) prompt_route(const PromptRoute
     a.weights[row * ROWS_PER_TOKEN + lane] = lane < TOP_K ? weight : sigmoid(y[EXPERTS] * a.alpha[EXPERTS]);
 }
 
-// Rows of an expert, a warp each.
+// Rows of an expert, in their order: a block each.
 extern "C" __global__ void __launch_bounds__(256) prompt_members(const PromptRouteArgs a) {
   static_assert(EXPERTS == 256 && TOP_K == 8, "ids of a row are eight bytes");
-  const int e = blockIdx.x * 8 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+  __shared__ int sums[8];
+  const int e = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   pdl_wait();
   pdl_trigger();
   int count = 0;
-#pragma unroll 4
-  for (int first = 0; first < a.rows; first += 32) {
-    const int row = first + lane;
+  for (int first = 0; first < a.rows; first += 256) {
+    const int row = first + threadIdx.x;
     const u64 ids = row < a.rows ? ((const u64 *)a.ids)[row] : 0;
     int rank = -1;
 #pragma unroll
     for (int r = 0; r < TOP_K; r++)
-      if ((int)(ids >> 8 * r & 255) == e) rank = r;
-    const u32 found = __ballot_sync(~0u, row < a.rows && rank >= 0);
-    if (found >> lane & 1)
-      a.members[(size_t)e * a.rows + count + __popc(found & ((1u << lane) - 1))] = row * TOP_K + rank;
-    count += __popc(found);
+      if (row < a.rows && (int)(ids >> 8 * r & 255) == e) rank = r;
+    const u32 found = __ballot_sync(~0u, rank >= 0);
+    if (lane == 0) sums[warp] = __popc(found);
+    __syncthreads();
+    int before = count + __popc(found & ((1u << lane) - 1));
+#pragma unroll
+    for (int w = 0; w < 8; w++) before += w < warp ? sums[w] : 0, count += sums[w];
+    if (rank >= 0) a.members[(size_t)e * a.rows + before] = row * TOP_K + rank;
+    __syncthreads();
   }
-  if (lane == 0) a.counts[e] = count;
+  if (threadIdx.x == 0) a.counts[e] = count;
 }
 
-// Units of up to UNIT_ROWS rows of an expert: one block, a thread an expert.
+// Units of up to PROMPT_UNIT rows of an expert, those of most row tiles first: one block, a thread an
+// expert.
 extern "C" __global__ void __launch_bounds__(EXPERTS) prompt_units(const PromptRouteArgs a) {
   __shared__ int sums[EXPERTS / 32];
   const int e = threadIdx.x, lane = e & 31;
   pdl_wait();
   pdl_trigger();
-  const int count = a.counts[e], own = (count + PROMPT_UNIT - 1) / PROMPT_UNIT;
-  int end = own;  // inclusive scan
+  const int count = a.counts[e], whole = count / PROMPT_UNIT, rest = count % PROMPT_UNIT;
+  int units = 0;
+#pragma unroll 1
+  for (int tiles = PROMPT_UNIT / 8; tiles; tiles--) {
+    const int first = tiles == PROMPT_UNIT / 8 ? 0 : whole;
+    const int own = (tiles == PROMPT_UNIT / 8 ? whole : 0) + ((rest + 7) / 8 == tiles);
+    int end = own;  // inclusive scan
 #pragma unroll
-  for (int d = 1; d < 32; d <<= 1) {
-    const int x = __shfl_up_sync(~0u, end, d);
-    if (lane >= d) end += x;
+    for (int d = 1; d < 32; d <<= 1) {
+      const int x = __shfl_up_sync(~0u, end, d);
+      if (lane >= d) end += x;
+    }
+    if (lane == 31) sums[e >> 5] = end;
+    __syncthreads();
+    end += units;
+#pragma unroll
+    for (int w = 0; w < EXPERTS / 32; w++) end += w < e >> 5 ? sums[w] : 0, units += sums[w];
+    for (int i = 0; i < own; i++) {
+      int *unit = a.units + 1 + (end - own + i) * 3;
+      const int row = (first + i) * PROMPT_UNIT;
+      unit[0] = e, unit[1] = e * a.rows + row, unit[2] = min(count - row, PROMPT_UNIT);
+    }
+    __syncthreads();
   }
-  if (lane == 31) sums[e >> 5] = end;
-  __syncthreads();
-  for (int w = 0; w < e >> 5; w++) end += sums[w];
-  for (int i = 0; i < own; i++) {
-    int *unit = a.units + 1 + (end - own + i) * 3;
-    unit[0] = e, unit[1] = e * a.rows + i * PROMPT_UNIT, unit[2] = min(count - i * PROMPT_UNIT, PROMPT_UNIT);
-  }
-  if (e == EXPERTS - 1) a.units[0] = end;
+  if (e == 0) a.units[0] = units;
 }

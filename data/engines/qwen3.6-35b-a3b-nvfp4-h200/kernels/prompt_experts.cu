@@ -1,6 +1,8 @@
 // Routed experts of a prompt: a block walks over items, 32 row tiles of an expert times up to
-// PROMPT_UNIT of its rows. One warp streams weights and activations; sixteen multiply, two tiles each, so that weights are
-// decoded once and an activation fragment serves two products. The first eight warps take the first
+// PROMPT_UNIT of its rows. Four warps stream weights and activations, each its share of every stage, for one
+// thread's requests take some 90 clocks each; sixteen multiply, two tiles each, so that weights are decoded
+// once and an activation fragment serves two products. Units come with most rows first and blocks take
+// them forth and back, so that all end together. The first eight warps take the first
 // half of the tiles, the others the second: a stage is half an item's tiles and 256 columns.
 
 #define ITEM_TILES 32
@@ -10,6 +12,7 @@
 #define WEIGHT_STAGES 4
 #define X_STAGES 2
 #define WARPS 16
+#define PRODUCERS 4
 
 struct PromptMoeArgs {
   const u8 *weight;
@@ -30,43 +33,55 @@ struct Queues {
   Item items[X_STAGES];
 };
 
+// The item of a turn: forth, then back.
+__device__ __forceinline__ int item_of(int turn) {
+  return turn * gridDim.x + (turn & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+}
+
 template <int K, int TILES, bool GATE_UP>
 __device__ __forceinline__ void produce(const PromptMoeArgs &a, int items, u8 *memory, Queues &m) {
-  constexpr int PARTS = TILES / ITEM_TILES;
-  const int lane = threadIdx.x & 31;
+  constexpr int PARTS = TILES / ITEM_TILES, OWN = ITEM_TILES / 2 / PRODUCERS;
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) - WARPS, row = warp + lane * PRODUCERS;
   const u64 policy = stream_policy();
-  asm volatile("fence.proxy.async.global;" ::: "memory");  // x was written by ordinary stores
   u32 sent = 0, x_sent = 0;
-  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+  const auto request_weights = [&](int tile, int step, int half) {
+    const int stage = sent % WEIGHT_STAGES, own = warp * OWN + lane;
+    barrier_wait(m.empty + stage, (sent++ / WEIGHT_STAGES & 1) ^ 1);
+    if (lane == 0) barrier_expect(m.full + stage, OWN * TILE_BYTES);
+    __syncwarp();
+    if (lane < OWN)
+      bulk_copy(memory + stage * WEIGHT_BYTES + own * TILE_BYTES,
+                a.weight + ((size_t)(tile + half * (ITEM_TILES / 2) + own) * (K / X_COLUMNS) + step) * TILE_BYTES,
+                TILE_BYTES, m.full + stage, policy);
+  };
+  if (!GATE_UP) {  // the first item's weights need not wait for its activations: lists are older by a kernel
+    static_assert(GATE_UP || 2 * (K / X_COLUMNS) == WEIGHT_STAGES, "an item fills the stages");
+    const int item = item_of(0);
+    if (item < items)
+      for (int i = 0; i < WEIGHT_STAGES; i++)
+        request_weights(a.units[1 + item / PARTS * 3] * TILES + item % PARTS * ITEM_TILES, i / 2, i % 2);
+    pdl_wait();
+  }
+  asm volatile("fence.proxy.async.global;" ::: "memory");  // x was written by ordinary stores
+  for (int turn = 0, item; (item = item_of(turn)) < items; turn++) {
     const int *unit = a.units + 1 + item / PARTS * 3;
     const int count = unit[2], tile = unit[0] * TILES + item % PARTS * ITEM_TILES;
-    const int *list = a.members + unit[1];
-    const int first = lane < count ? list[lane] : 0, second = lane + 32 < count ? list[lane + 32] : 0;
-    const auto x_of = [&](int member) { return a.x + (size_t)(GATE_UP ? member / TOP_K : member) * K; };
+    const int member = row < count ? a.members[unit[1] + row] : 0;
+    const u16 *x = a.x + (size_t)(GATE_UP ? member / TOP_K : member) * K;
     for (int step = 0; step < K / X_COLUMNS; step++, x_sent++) {
       const int slot = x_sent % X_STAGES;
       barrier_wait(m.x_empty + slot, (x_sent / X_STAGES & 1) ^ 1);
-      m.items[slot].members[lane] = first;
-      if (lane + 32 < PROMPT_UNIT) m.items[slot].members[lane + 32] = second;
-      if (lane == 0) m.items[slot].count = count, m.items[slot].tile = tile;
+      if (row < count) m.items[slot].members[row] = member;
+      if (warp == 0 && lane == 0) m.items[slot].count = count, m.items[slot].tile = tile;
       __syncwarp();
-      if (lane == 0) barrier_expect(m.x_full + slot, count * X_COLUMNS * 2);
+      if (lane == 0)
+        barrier_expect(m.x_full + slot, max(0, (count - warp + PRODUCERS - 1) / PRODUCERS) * X_COLUMNS * 2);
       __syncwarp();
-      u8 *to = memory + WEIGHT_STAGES * WEIGHT_BYTES + slot * X_BYTES + lane * X_STRIDE * 2;
-      if (lane < count) bulk_copy(to, x_of(first) + step * X_COLUMNS, X_COLUMNS * 2, m.x_full + slot);
-      if (lane + 32 < count)
-        bulk_copy(to + 32 * X_STRIDE * 2, x_of(second) + step * X_COLUMNS, X_COLUMNS * 2, m.x_full + slot);
-      for (int half = 0; half < 2; half++, sent++) {
-        const int stage = sent % WEIGHT_STAGES;
-        barrier_wait(m.empty + stage, (sent / WEIGHT_STAGES & 1) ^ 1);
-        if (lane == 0) barrier_expect(m.full + stage, WEIGHT_BYTES);
-        __syncwarp();
-        if (lane < ITEM_TILES / 2) {
-          const size_t own = tile + half * (ITEM_TILES / 2) + lane;
-          bulk_copy(memory + stage * WEIGHT_BYTES + lane * TILE_BYTES,
-                    a.weight + (own * (K / X_COLUMNS) + step) * TILE_BYTES, TILE_BYTES, m.full + stage, policy);
-        }
-      }
+      if (row < count)
+        bulk_copy(memory + WEIGHT_STAGES * WEIGHT_BYTES + slot * X_BYTES + row * X_STRIDE * 2, x + step * X_COLUMNS,
+                  X_COLUMNS * 2, m.x_full + slot);
+      if (GATE_UP || turn)
+        for (int half = 0; half < 2; half++) request_weights(tile, step, half);
     }
   }
 }
@@ -133,26 +148,29 @@ template <int K, int TILES, bool GATE_UP> __device__ __forceinline__ void prompt
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   if (threadIdx.x == 0) {
     for (int s = 0; s < WEIGHT_STAGES; s++) {
-      barrier_init(m.full + s, 1);
+      barrier_init(m.full + s, PRODUCERS);
       barrier_init(m.empty + s, WARPS / 2);
     }
     for (int s = 0; s < X_STAGES; s++) {
-      barrier_init(m.x_full + s, 1);
+      barrier_init(m.x_full + s, PRODUCERS);
       barrier_init(m.x_empty + s, WARPS);
     }
     barrier_fence();
   }
   __syncthreads();
-  pdl_wait();
+  if (GATE_UP) pdl_wait();
   pdl_trigger();
   const int items = a.units[0] * (TILES / ITEM_TILES);
-  if (warp == WARPS) {
+  if (warp >= WARPS) {  // registers are dealt to groups of four warps
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
     produce<K, TILES, GATE_UP>(a, items, memory, m);
     return;
   }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
+  if (!GATE_UP) pdl_wait();
   const int half = warp / 8, own = warp % 8 * 2;  // tiles own, own + 1 of every other stage
   u32 seen = 0;
-  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+  for (int turn = 0; item_of(turn) < items; turn++) {
     float acc[2][PROMPT_UNIT / 8][4] = {};
     for (int step = 0; step < K / X_COLUMNS; step++, seen++) {
       const int slot = seen % X_STAGES, use = 2 * seen + half, stage = use % WEIGHT_STAGES;
@@ -181,10 +199,10 @@ template <int K, int TILES, bool GATE_UP> __device__ __forceinline__ void prompt
   }
 }
 
-#define PROMPT_MOE_THREADS ((WARPS + 1) * 32)
-extern "C" __global__ void __launch_bounds__(PROMPT_MOE_THREADS) prompt_gate_up(const PromptMoeArgs a) {
+#define PROMPT_MOE_THREADS ((WARPS + PRODUCERS) * 32)
+extern "C" __global__ void __launch_bounds__(PROMPT_MOE_THREADS, 1) prompt_gate_up(const PromptMoeArgs a) {
   prompt_items<HIDDEN, WIDTH / 8, true>(a);
 }
-extern "C" __global__ void __launch_bounds__(PROMPT_MOE_THREADS) prompt_down(const PromptMoeArgs a) {
+extern "C" __global__ void __launch_bounds__(PROMPT_MOE_THREADS, 1) prompt_down(const PromptMoeArgs a) {
   prompt_items<WIDTH, HIDDEN / 16, false>(a);
 }
