@@ -134,6 +134,25 @@ def test_a_long_prompt_in_chunks_alone_and_beside_others(model):
     _assert_greedy(reference, long, out[second])
 
 
+def test_prompts_go_first_until_those_who_decode_have_their_turn(model, monkeypatch):
+    engine = _load(model[1])
+    monkeypatch.setattr(engine_package.engine, "PAUSE", 200)
+    launched = []
+    for name in ("prefill", "decode"):
+        call = getattr(engine.runner, name)
+        monkeypatch.setattr(
+            engine.runner, name, lambda *a, n=name, c=call: (launched.append(n), c(*a))[1]
+        )
+    settings = {"max_new_tokens": 12, "ignore_eos": True}
+    old = engine.submit(_prompt(5), settings)
+    engine.step(), engine.step()
+    launched.clear()
+    a, b, c = (engine.submit(_prompt(100), settings) for _ in range(3))
+    arrived = [sorted(result[0] for result in engine.step()) for _ in range(5)]
+    assert launched == ["prefill", "prefill", "decode", "prefill", "decode"]
+    assert arrived == [[old], [a], [b], [old, a, b], [c]]  # each result one launch later
+
+
 def test_decode_across_pages_slots_and_arrivals(model):
     reference, folder = model
     engine = _load(folder)

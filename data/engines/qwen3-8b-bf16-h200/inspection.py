@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .config import PAGE, ModelConfig
 from .kernels import attention, prefill, rows, skinny
@@ -57,6 +58,8 @@ class Jit:
 def _type(value):
     if isinstance(value, torch.Tensor):
         return TYPES[value.dtype]
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{TYPES[value.base.dtype][1:]}{value.block_shape}>"
     return "fp32" if isinstance(value, float) else value
 
 

@@ -105,9 +105,9 @@ def checked_tokens(tokens: Any, vocab_size: int, most: int, why: str) -> list[in
     tokens = list(tokens)
     if not tokens:
         raise ValueError("tokens: empty; give at least one token id")
+    kinds = {kind for kind in set(map(type, tokens)) if issubclass(kind, Integral)} - {bool}
     for token in tokens:
-        integral = isinstance(token, Integral) and not isinstance(token, bool)
-        if not integral or not 0 <= token < vocab_size:
+        if type(token) not in kinds or not 0 <= token < vocab_size:
             raise ValueError(f"tokens: {token!r} is no token id below {vocab_size}")
     if len(tokens) > most:
         raise ValueError(f"tokens: {len(tokens)} of them, at most {most} fit ({why})")

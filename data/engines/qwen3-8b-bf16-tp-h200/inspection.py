@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .config import PAGE, ModelConfig
 from .group import Group
@@ -61,6 +62,8 @@ class Jit:
 def _type(value):
     if isinstance(value, torch.Tensor):
         return TYPES[value.dtype]
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{TYPES[value.base.dtype][1:]}{value.block_shape}>"
     return "fp32" if isinstance(value, float) else value
 
 

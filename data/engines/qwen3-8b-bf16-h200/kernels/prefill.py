@@ -1,5 +1,5 @@
 """Triton kernels of prefill: norm, rotation and cache write of a chunk, and its causal attention
-over KV pages.
+over KV pages, which the tensor copy engine fetches.
 """
 
 import math
@@ -7,6 +7,9 @@ import math
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+BLOCK = 64  # tokens of a block of attention
 
 
 @triton.jit
@@ -76,21 +79,20 @@ def rotate_and_store(
 
 @triton.jit
 def _attend_pages(
-    q, total, top, acc, k_base, v_base, table, row, first, last, scale_log2,
-    KV_STRIDE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
+    q, total, top, acc, keys, values, table, row, kv_head, first, last, scale_log2,
+    KV_HEADS: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    token, d = tl.arange(0, PAGE), tl.arange(0, D)
+    token = tl.arange(0, PAGE)
     for page in range(first, last):
-        at = tl.load(table + page).to(tl.int64) * KV_STRIDE
-        k = tl.load(k_base + at + token[None, :] * D + d[:, None])
-        s = tl.dot(q, k) * scale_log2
+        at = (tl.load(table + page) * KV_HEADS + kv_head) * PAGE
+        s = tl.dot(q, keys.load([at, 0]).T)
         if MASKED:
             s = tl.where(page * PAGE + token[None, :] <= row[:, None], s, float("-inf"))
-        most = tl.maximum(top, tl.max(s, 1))
-        p = tl.exp2(s - most[:, None])
+        most = tl.maximum(top, tl.max(s, 1) * scale_log2)
+        p = tl.exp2(s * scale_log2 - most[:, None])
         keep = tl.exp2(top - most)
         total = total * keep + tl.sum(p, 1)
-        v = tl.load(v_base + at + token[:, None] * D + d[None, :])
+        v = values.load([at, 0])
         if MASKED:  # stale bits beyond the last token could be NaN, and 0 * NaN is not 0
             v = tl.where(page * PAGE + token[:, None] <= tl.max(row, 0), v, 0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None])
@@ -100,7 +102,7 @@ def _attend_pages(
 
 @triton.jit
 def _attention_kernel(
-    query, k_cache, v_cache, table, start_at, count_at, out, scale_log2,
+    query, keys, values, table, start_at, count_at, out, scale_log2,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -112,47 +114,20 @@ def _attention_kernel(
         row = start + tl.minimum(i, count - 1)
         at = (i.to(tl.int64) * HEADS + head)[:, None] * D + tl.arange(0, D)[None, :]
         q = tl.load(query + at)
-        kv = head // (HEADS // KV_HEADS) * PAGE * D
+        kv_head = head // (HEADS // KV_HEADS)
         total = tl.zeros([BLOCK], tl.float32)
         top = tl.full([BLOCK], float("-inf"), tl.float32)
         acc = tl.zeros([BLOCK, D], tl.float32)
-        STRIDE: tl.constexpr = KV_HEADS * PAGE * D
         full = (start + block * BLOCK + 1) // PAGE
         pages = (start + tl.minimum(block * BLOCK + BLOCK, count) - 1) // PAGE + 1
         total, top, acc = _attend_pages(
-            q,
-            total,
-            top,
-            acc,
-            k_cache + kv,
-            v_cache + kv,
-            table,
-            row,
-            0,
-            full,
-            scale_log2,
-            STRIDE,
-            PAGE,
-            D,
-            False,
-        )
+            q, total, top, acc, keys, values, table, row, kv_head, 0, full, scale_log2,
+            KV_HEADS, PAGE, False,
+        )  # fmt: skip
         total, top, acc = _attend_pages(
-            q,
-            total,
-            top,
-            acc,
-            k_cache + kv,
-            v_cache + kv,
-            table,
-            row,
-            full,
-            pages,
-            scale_log2,
-            STRIDE,
-            PAGE,
-            D,
-            True,
-        )
+            q, total, top, acc, keys, values, table, row, kv_head, full, pages, scale_log2,
+            KV_HEADS, PAGE, True,
+        )  # fmt: skip
         tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty))
 
 
@@ -169,11 +144,14 @@ def prefill_attention(
     """
     _, kv_heads, page, dim = k_cache.shape
     heads = query.shape[1] // dim
-    block = 128 if query.shape[0] > 512 and query.shape[0] % 128 == 0 else 64  # short: more blocks
+    keys, values = (
+        TensorDescriptor(cache, [cache.numel() // dim, dim], [dim, 1], [page, dim])
+        for cache in (k_cache, v_cache)
+    )
     out = torch.empty_like(query)
-    _attention_kernel[(heads, query.shape[0] // block)](
-        query, k_cache, v_cache, block_table, start, count, out, dim**-0.5 * math.log2(math.e),
-        HEADS=heads, KV_HEADS=kv_heads, PAGE=page, D=dim, BLOCK=block,
-        num_warps=block // 16, num_stages=3,
+    _attention_kernel[(heads, query.shape[0] // BLOCK)](
+        query, keys, values, block_table, start, count, out, dim**-0.5 * math.log2(math.e),
+        HEADS=heads, KV_HEADS=kv_heads, PAGE=page, D=dim, BLOCK=BLOCK,
+        num_warps=4, num_stages=2,
     )  # fmt: skip
     return out
