@@ -29,6 +29,10 @@ class Nvfp4:
     block_scale: Tensor
     global_scale: Tensor
 
+    def __getitem__(self, matrices: slice) -> Nvfp4:
+        """Some of the stacked ones."""
+        return Nvfp4(self.codes[matrices], self.block_scale[matrices], self.global_scale[matrices])
+
     def dequantise(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """Values [..., K]: exact in float64, rounded once in float32."""
         scaled = self.scaled(torch.float32 if dtype == torch.float32 else torch.float64)

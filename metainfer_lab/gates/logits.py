@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from metainfer_lab.engine import EngineProcess
 from metainfer_lab.gates.compare import compare_scored
 from metainfer_lab.gates.localise import first_departure
 from metainfer_lab.gates.routing import score
@@ -22,12 +23,16 @@ FULL_CONTEXT = 80  # at full width, where a row of logits is large
 def logits(trial: Trial) -> None:
     """One layer, several, every way that the head may be stored; at full width on a GPU; the real
     weights."""
-    for name, fixed in _shapes(trial):
-        _scored(trial, f"tiny, {name}", trial.tiny(**fixed))
+    made = [Case(trial, f"tiny, {name}", trial.tiny(**fixed)) for name, fixed in _shapes(trial)]
+    if trial.device == "cuda":
+        made.append(Case(trial, "full width", trial.shallow(), FULL_CONTEXT))
+    with trial.candidate(None) as engine:  # one for all: on a GPU each start takes ten seconds
+        for case in made:
+            case.score(engine)
+    for case in made:
+        case.judge(trial)
         if trial.findings.failures:
             return  # the first wrong checkpoint says enough, and where it departs
-    if trial.device == "cuda":
-        _scored(trial, "full width", trial.shallow(), FULL_CONTEXT)
     if checkpoint := trial.real():
         _real(trial, checkpoint)
 
@@ -45,33 +50,46 @@ def _shapes(trial: Trial) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-def _scored(trial: Trial, name: str, checkpoint: Path, limit: int = 256) -> None:
-    dims, context = ModelDims.from_config(checkpoint), max_context(checkpoint, limit)
-    middle = int(trial.rng.integers(2, 70))
-    lengths = [1, middle, middle, context]  # equal ones too: an answer is not that of a length
-    prompts = [trial.prompt(length, dims.vocab_size) for length in lengths]
-    asked = [trial.rng.permutation(length).tolist() for length in lengths]
-    asked[-1] += asked[-1][:5]  # any order, and repeats
-    with trial.candidate(checkpoint, max_context=context) as engine:
-        got = [score(engine, *case, dims) for case in zip(prompts, asked, strict=True)]
-        plain = engine.score(prompts[1], asked[1])
-    ask = trial.ask(checkpoint)
-    found: list[str | None] = []  # the search is made once for a checkpoint
+class Case:
+    """One checkpoint, prompts of several lengths, and what the engine scored of them."""
 
-    def departure() -> str | None:
-        if limit == FULL_CONTEXT:
-            return None  # the search copies checkpoints, and this one is large
-        if not found:
-            found.append(first_departure(trial, checkpoint, prompts[1]))
-            trial.ask(checkpoint)  # turns the oracle back
-        return found[0]
+    def __init__(self, trial: Trial, name: str, checkpoint: Path, limit: int = 256):
+        self.name, self.checkpoint, self.limit = name, checkpoint, limit
+        self.dims = ModelDims.from_config(checkpoint)
+        self.context = max_context(checkpoint, limit)
+        middle = int(trial.rng.integers(2, 70))
+        # Equal lengths too: an answer is not that of a length.
+        lengths = [1, middle, middle, self.context]
+        self.prompts = [trial.prompt(length, self.dims.vocab_size) for length in lengths]
+        self.asked = [trial.rng.permutation(length).tolist() for length in lengths]
+        self.asked[-1] += self.asked[-1][:5]  # any order, and repeats
 
-    for prompt, positions, scored in zip(prompts, asked, got, strict=True):
-        case = f"{name}, prompt of {len(prompt)}"
-        compare_scored(trial.findings, case, scored, ask, prompt, dims, positions, departure)
-    trial.findings.case()
-    if not np.array_equal(plain, got[1].logits):
-        trial.findings.fail(name, "score gives other logits when routing is asked for")
+    def score(self, engine: EngineProcess) -> None:
+        engine.load(self.checkpoint, max_context=self.context)
+        pairs = zip(self.prompts, self.asked, strict=True)
+        self.got = [score(engine, *pair, self.dims) for pair in pairs]
+        self.plain = engine.score(self.prompts[1], self.asked[1])
+
+    def judge(self, trial: Trial) -> None:
+        ask = trial.ask(self.checkpoint)
+        found: list[str | None] = []  # the search is made once for a checkpoint
+
+        def departure() -> str | None:
+            if self.limit == FULL_CONTEXT:
+                return None  # the search copies checkpoints, and this one is large
+            if not found:
+                found.append(first_departure(trial, self.checkpoint, self.prompts[1]))
+                trial.ask(self.checkpoint)  # turns the oracle back
+            return found[0]
+
+        for prompt, positions, scored in zip(self.prompts, self.asked, self.got, strict=True):
+            case = f"{self.name}, prompt of {len(prompt)}"
+            given = (ask, prompt, self.dims, positions, departure)
+            compare_scored(trial.findings, case, scored, *given)
+        trial.findings.case()
+        if not np.array_equal(self.plain, self.got[1].logits):
+            detail = "score gives other logits when routing is asked for"
+            trial.findings.fail(self.name, detail)
 
 
 def _real(trial: Trial, checkpoint: Path) -> None:

@@ -227,8 +227,10 @@ class Trial:
         return oracle
 
     def warm(self) -> None:
-        """Let the oracle's process start beside what comes first."""
+        """Let the oracle's processes start beside what comes first."""
         self._oracles()
+        if self.device == "cuda":
+            _ = self._streamed
 
     def _oracles(self) -> Oracle:
         assert not self._living, "the oracle speaks after the candidate has ended"

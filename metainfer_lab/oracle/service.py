@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from metainfer_lab import wire
 from metainfer_lab.oracle import Dtype, Rounding
@@ -37,6 +37,9 @@ class Service:
         small = self.model.num_parameters() < SMALL
         torch.set_num_threads(1 if small else self.threads)
         self.model.eval().model.rotary_emb.forward = exact_rotary(self.model.config)
+        for module in self.model.modules():
+            if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts"):
+                module.forward = unwatched(module.forward)
         return {}
 
     def load(self, checkpoint: str, dtype: torch.dtype) -> Any:
@@ -150,6 +153,16 @@ def keep_float64() -> Any:
             return func(*args, **kwargs)
 
     return KeepFloat64()
+
+
+def unwatched(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Outside keep_float64, which costs more than small experts do; they narrow nothing."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return forward(*args, **kwargs)
+
+    return call
 
 
 def input_hook(name: str, module: Any, see: Any) -> Any:

@@ -12,11 +12,13 @@ import torch
 from safetensors import safe_open
 from torch.utils._python_dispatch import _disable_current_modes
 
-from metainfer_lab.checkpoints import modelopt
+from metainfer_lab.checkpoints import modelopt, nvfp4
 from metainfer_lab.model import ModelDims
 from metainfer_lab.model.tensors import Tensor as Parameter
 from metainfer_lab.model.tensors import text_prefix
 from metainfer_lab.oracle.service import PLAIN, Service
+
+AT_ONCE = 32  # experts that are dequantised together: what lies between takes twice their room
 
 
 class StreamedService(Service):
@@ -69,6 +71,12 @@ class Weights:
         }
 
     def _wide(self, form: torch.Tensor | modelopt.Quantised) -> torch.Tensor:
+        if isinstance(form, nvfp4.Nvfp4) and form.codes.ndim == 3:
+            *rows, half = form.codes.shape
+            made = form.codes.new_empty(*rows, 2 * half, dtype=self.dtype)
+            for at in range(0, rows[0], AT_ONCE):
+                made[at : at + AT_ONCE] = form[at : at + AT_ONCE].dequantise(self.dtype)
+            return made
         if isinstance(form, modelopt.Quantised):
             return form.dequantise(self.dtype)
         return form.to(self.dtype)
