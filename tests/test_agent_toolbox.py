@@ -14,6 +14,7 @@ from metainfer_lab.agent import generation, overlap
 from metainfer_lab.agent import run as runs
 from metainfer_lab.agent.replay import replay
 from metainfer_lab.errors import InputError
+from metainfer_lab.gates import GateVerdict, Verdict, versions
 from metainfer_lab.paths import tree_hash
 
 
@@ -76,6 +77,42 @@ def test_adopt_verifies_records_and_replays(tmp_path):
     assert runs.Run.open(SPEC).id == run.id
     with pytest.raises(InputError, match="adopted already"):
         agent.adopt(folder, judge=fake_judge())
+
+
+def test_adopt_takes_a_verdict_from_the_machine_that_has_the_gpu(tmp_path):
+    """Of this very tree, by today's gates; what was kept while it was tuned stays."""
+    folder, brought = agent.workspace(SPEC, tmp_path / "w"), tmp_path / "verdict.json"
+    engine(folder, f"{SPEC}-a1")
+    measures = {"worst_error": None, "tolerance": None, "reason": "", "failures": []}
+    passed = {"status": "pass", "passed": True, "cases": 1, "seconds": 1.0} | measures
+    today = [
+        GateVerdict(gate=gate, version=versions()[gate], **passed) for gate in ("alone", "logits")
+    ]
+    verdict = Verdict(
+        engine=SPEC,
+        tree=tree_hash(folder / "engine"),
+        spec=SPEC,
+        device="cuda",
+        sandbox="bubblewrap",
+        checkpoint="seeded",
+        gates=today,
+        passed=True,
+        created="2026-12-01T04:00:00+00:00",
+        versions={},
+    )
+    for wrong, said in (
+        ({"tree": "0" * 64}, "is of the tree 000000000000"),
+        ({"gates": [today[0].model_copy(update={"version": 0})]}, "raised since: alone"),
+    ):
+        brought.write_text(verdict.model_copy(update=wrong).model_dump_json())
+        with pytest.raises(InputError, match=said):
+            agent.adopt(folder, verdict=brought)
+    brought.write_text(verdict.model_dump_json())
+    run = agent.adopt(folder, verdict=brought)
+    assert run.info.status == "passed"
+    (runs.RUNS / run.id / "diffs").mkdir(parents=True)
+    (runs.RUNS / run.id / "diffs" / "1.diff").write_text("-")
+    assert (agent.record(run.id).folder / "diffs" / "1.diff").is_file()
 
 
 def test_adopt_refuses_a_bad_engine_and_takes_it_when_it_is_right(tmp_path):

@@ -43,9 +43,12 @@ def _publish(source: Path, target: Path) -> None:
     made = target.with_name(f".{target.name}.new")
     shutil.rmtree(made, ignore_errors=True)
     shutil.copytree(source, made, ignore=shutil.ignore_patterns("engine", "lock"))
-    ledger = target / "ledger.tsv"  # kept by hand while an engine was tuned; it came first
-    if ledger.is_file() and not (made / ledger.name).exists():
-        shutil.copyfile(ledger, made / ledger.name)
+    if target.is_dir() and not (target / "run.json").is_file():  # kept while an engine was tuned
+        for kept in target.iterdir():
+            if not (made / kept.name).exists():
+                shutil.copytree(kept, made / kept.name) if kept.is_dir() else shutil.copy(
+                    kept, made
+                )
     shutil.rmtree(target, ignore_errors=True)
     made.replace(target)
 

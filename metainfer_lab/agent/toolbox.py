@@ -14,7 +14,15 @@ from metainfer_lab.agent.generation import finish, loop_of, new_run
 from metainfer_lab.agent.phases import ADOPTED, adopted_phase, phases
 from metainfer_lab.agent.prompts import in_order
 from metainfer_lab.agent.run import Run
-from metainfer_lab.agent.tools import SUBMIT, Judge, calls, creations, real_judge, texts
+from metainfer_lab.agent.tools import (
+    SUBMIT,
+    Judge,
+    brought,
+    calls,
+    creations,
+    real_judge,
+    texts,
+)
 from metainfer_lab.agent.watch import say_plainly
 from metainfer_lab.errors import InputError
 from metainfer_lab.paths import ROOT, write_atomic
@@ -84,11 +92,11 @@ def _command(path: Path, module: str, about: str, options: str) -> None:
     path.chmod(0o755)
 
 
-def adopt(folder: str | Path, *, judge: Judge | None = None) -> Run:
+def adopt(folder: str | Path, *, verdict: Path | None = None, judge: Judge | None = None) -> Run:
     """Verify the engine that an agent left in a workspace and make it a run of provider `external`.
 
     The run's record holds the files as one turn: the agent's own turns are not known. `record`
-    publishes it.
+    publishes it. verdict: a file that holds one of this tree, given where the spec's GPU is.
     """
     folder = Path(folder).resolve()
     for part in ("spec.yaml", "run.txt", "engine/engine.json"):
@@ -98,7 +106,7 @@ def adopt(folder: str | Path, *, judge: Judge | None = None) -> Run:
             )
     spec, name = Spec.load(folder / "spec.yaml"), (folder / "run.txt").read_text().strip()
     _check_name(folder / "engine" / "engine.json", name)
-    judge = judge or real_judge(spec)
+    judge = judge or (brought(verdict, folder / "engine") if verdict else real_judge(spec))
     shutil.rmtree(runs.LOCAL_RUNS / name, ignore_errors=True)  # an adoption that did not pass
     home = new_run(spec, "external", name)
     with runs.locked(home):

@@ -14,7 +14,7 @@ from metainfer_lab.agent.editor import Edit, ToolError, View, edit
 from metainfer_lab.agent.scrub import scrub
 from metainfer_lab.agent.transcript import Block, Finding, Judgement
 from metainfer_lab.errors import InputError
-from metainfer_lab.paths import tree_files, write_atomic
+from metainfer_lab.paths import tree_files, tree_hash, write_atomic
 from metainfer_lab.skills import Role, Skill
 from metainfer_lab.spec import Spec, explain
 
@@ -305,6 +305,25 @@ def real_judge(spec: Spec) -> Judge:
         return verify(folder, spec=spec, gates=gates, on_gate=on_gate)
 
     return Judge(tuple(GATES), run)
+
+
+def brought(path: Path, engine: Path) -> Judge:
+    """Hands out a verdict given elsewhere, on a machine that has the spec's GPU: of the engine's
+    very tree, by gates of today's versions; InputError otherwise."""
+    from metainfer_lab.gates import Verdict, versions
+
+    verdict, today = Verdict.model_validate_json(path.read_text()), versions()
+    if (here := tree_hash(engine)) != verdict.tree:
+        raise InputError(f"{path}: is of the tree {verdict.tree[:12]}; this is {here[:12]}")
+    if earlier := [gate.gate for gate in verdict.gates if gate.version != today[gate.gate]]:
+        raise InputError(f"{path}: gates have been raised since: {', '.join(earlier)}")
+
+    def run(folder: Path, gates: Sequence[str], on_gate: Callable[[GateVerdict], None]) -> Verdict:
+        for gate in verdict.gates:
+            on_gate(gate)
+        return verdict
+
+    return Judge(tuple(gate.gate for gate in verdict.gates), run)
 
 
 def measured(folder: Path, spec: Spec) -> str:
