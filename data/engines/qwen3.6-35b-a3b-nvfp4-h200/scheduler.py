@@ -218,7 +218,7 @@ class Engine:
             self._finish(request)
 
     def stats(self) -> dict:
-        """Counters; bytes are exact, experts_touched is a mean per layer and step."""
+        """Counters; bytes are exact, experts_touched is a mean per layer of expert_steps."""
         return {
             "running": len(self.running) + bool(self.prefilling),
             "waiting": len(self.waiting),
@@ -227,6 +227,7 @@ class Engine:
             "largest_batch": self.largest_batch,
             "prefix_hit_tokens": 0,
             "experts_touched": getattr(self.runner, "experts_touched", lambda: None)(),
+            "expert_steps": getattr(self.runner, "decode_steps", 0),
             "preemptions": 0,
             "graph_replays": self.runner.graph_replays,
         }
