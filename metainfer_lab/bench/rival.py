@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 from metainfer_lab.bench.timing import Sample, sample_from
@@ -25,12 +26,14 @@ class Rival:
         self.opening = opening
 
     def __enter__(self) -> Rival:
+        begun = time.perf_counter()
         self.worker.__enter__()
         try:
             opened = self.worker.call(op="open", **self.opening)
         except BaseException:
             self.worker.__exit__(None, None, None)
             raise
+        self.ready_s = time.perf_counter() - begun
         self.versions: dict[str, str] = opened["versions"]
         self.opened = opened
         return self

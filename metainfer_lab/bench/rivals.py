@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -60,6 +61,9 @@ class Company:
             return while_frozen(engine, rival.rate)
         while_frozen(engine, lambda: rival.find_best(workload, vocab))()
         measured.about[name] = rival.describe()
+        if measured.plan.hardware.is_gpu:
+            memory = gpu_memory(rival.worker.process.pid)
+            measured.about[name] |= {"ready_s": round(rival.ready_s, 1)} | memory
         measured.versions |= rival.versions
         prompts = workload.prompts(vocab)
         return while_frozen(engine, lambda: rival.sample(next(prompts), workload))
@@ -97,6 +101,15 @@ RIVALS: dict[str, Callable[[Engine, Plan, int], Rival | Products]] = {
     "llama.cpp": _llama_cpp,
     "products": _products,
 }
+
+
+def gpu_memory(pid: int) -> dict[str, float]:
+    """{"gpu_gib": what a process and its descendants hold of the GPUs}, as the driver counts it."""
+    family = {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
+    ask = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    lines = [line.split(", ") for line in subprocess.check_output(ask, text=True).splitlines()]
+    held = [int(mib) for one, mib in lines if int(one) in family and mib.isdigit()]
+    return {"gpu_gib": round(sum(held) / 1024, 1)} if held else {}
 
 
 def while_frozen(engine: Engine, run: Callable) -> Callable:
