@@ -121,9 +121,13 @@ def workspace(spec: SpecName, folder: Path) -> None:
 
 
 @app.command()
-def adopt(folder: Path, as_json: AsJson = False) -> None:
+def adopt(
+    folder: Path,
+    verdict: Annotated[Path | None, typer.Option(help="of this tree, given on its GPU")] = None,
+    as_json: AsJson = False,
+) -> None:
     """Verify what an agent left in a workspace and record it as a run of provider `external`."""
-    run = lab.adopt(folder)
+    run = lab.adopt(folder, verdict=verdict)
     say(run, as_json)
     finish(run.summary().passed)
 
@@ -243,8 +247,11 @@ def bench(
     if batches:
         from .bench import sweep
 
-        points = [int(n) for n in batches.split(",")]
-        rows = sweep(spec or engine, points, beside=rivals, verdict=judged)
+        try:
+            points = [int(n) for n in batches.split(",")]
+        except ValueError:
+            raise InputError(f"--batches {batches}: write whole numbers, as 1,8,32") from None
+        rows = sweep(opened_engine(engine, spec), points, beside=rivals, verdict=judged)
     else:
         with opened_engine(engine, spec) as opened:
             rows = lab.bench(opened, beside=rivals, verdict=judged)
@@ -259,7 +266,12 @@ def bench(
 def _verdict(path: Path | None) -> Any:
     from .gates import Verdict
 
-    return Verdict.model_validate_json(path.read_text()) if path else None
+    try:
+        return Verdict.model_validate_json(path.read_text()) if path else None
+    except (OSError, ValueError):
+        raise InputError(
+            f"--verdict {path}: not what `verify --json` printed, or no file"
+        ) from None
 
 
 @app.command()

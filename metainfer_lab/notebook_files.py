@@ -92,12 +92,13 @@ def _typed(name: str, kind: Any, value: object) -> object:
     return found
 
 
-def title_of(cell: NotebookNode, notebook: NotebookNode) -> str | None:
-    """The heading above a cell, told by its id; None for a cell that is not the notebook's own."""
+def place_of(cell: NotebookNode, notebook: NotebookNode) -> tuple[int, str] | None:
+    """Index of a cell, told by its id, and the heading above it; None for one that papermill put
+    in."""
     title = ""
-    for other in notebook.cells:
+    for index, other in enumerate(notebook.cells):
         if other.get("id") == cell.get("id"):
-            return title
+            return index, title
         if other.cell_type == "markdown" and other.source.startswith("#"):
             title = other.source.splitlines()[0].lstrip("# ")
     return None

@@ -34,10 +34,10 @@ from metainfer_lab.notebook_files import (
     check_parameters,
     error_outputs,
     last_line,
+    place_of,
     read_notebook,
     save_notebook,
     scrub,
-    title_of,
     without_injection,
     write_kernel,
 )
@@ -346,16 +346,16 @@ def main(arguments: list[str]) -> int:
         os.write(report_fd, (json.dumps(message) + "\n").encode())
 
     def on_cell_execute(cell: Any, cell_index: int) -> None:
-        title = title_of(cell, notebook)
-        if title is None:  # papermill's own cell with the parameters
+        if (place := place_of(cell, notebook)) is None:  # papermill's own, with the parameters
             return
+        index, title = place
         if title != state["title"]:
             print(f"\n[{Path(job['input']).stem}] {title}", flush=True)
         state.update(title=title, begun=time.monotonic())
-        report(cell={"index": cell_index, "title": title})
+        report(cell={"index": index, "title": title})
 
     def on_cell_executed(cell: Any, cell_index: int, execute_reply: object) -> None:
-        if title_of(cell, notebook) is not None:
+        if place_of(cell, notebook):
             report(seconds=round(time.monotonic() - state["begun"], 2))
 
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +11,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from metainfer_lab.bench import compare, products, timing
 from metainfer_lab.bench.worker import Worker, WorkerError
 from metainfer_lab.bench.workload import Workload
+from metainfer_lab.cli import app
 from metainfer_lab.engine import host as host_module
+from metainfer_lab.engine import session
 from metainfer_lab.errors import InputError
 from metainfer_lab.model import ModelDims
+from metainfer_lab.paths import ENGINES, ROOT
 
 LLAMA = {
     "model_type": "llama",
@@ -184,6 +189,24 @@ def test_product_shapes_are_the_matrices_of_one_token():
 def test_products_run_in_their_own_process(precision):
     with products.Products(ModelDims.from_config(LLAMA), precision, threads=1) as bare:
         assert bare.threads == 1 and bare.rate(passes=3) > 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--batches", "1,a"], "--batches 1,a: write whole numbers"),
+        (["--batches", "0"], "workload: concurrency: .* greater than or equal to 1"),
+        (["--verdict", "nowhere.json"], "--verdict nowhere.json: not what"),
+        (["--verdict", "pyproject.toml"], "--verdict pyproject.toml: not what"),
+        (["--spec", "qwen3-8b-bf16-h200"], "is for h200, and this machine has no NVIDIA GPU"),
+    ],
+)
+def test_bad_arguments_of_the_command_are_one_line(arguments, says, monkeypatch):
+    monkeypatch.setattr(session, "has_nvidia_driver", lambda: False)
+    monkeypatch.chdir(ROOT)
+    engine = ENGINES / ("qwen3-8b-bf16-h200" if "--spec" in arguments else "qwen3-reference")
+    error = CliRunner().invoke(app, ["bench", str(engine), *arguments]).exception
+    assert isinstance(error, InputError) and re.search(says, str(error)), error
 
 
 def test_products_of_unknown_precision_are_refused():

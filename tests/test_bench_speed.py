@@ -166,10 +166,8 @@ def test_bench_of_a_real_engine_gives_rows_of_the_schema(tiny_spec, tmp_path, mo
 
 def test_a_sweep_measures_each_number_of_streams(tiny_spec, monkeypatch):
     monkeypatch.setattr(paths, "LOCAL", paths.LOCAL / "test-bench")
-    monkeypatch.setattr(
-        compare.Engine, "open", lambda spec: Engine(paths.ENGINES / "qwen3-reference", spec)
-    )
-    rows = compare.sweep(tiny_spec, [1, 3], prompt_len=5, output_len=48, runs=2)
+    engine = Engine(paths.ENGINES / "qwen3-reference", tiny_spec)
+    rows = compare.sweep(engine, [1, 3], prompt_len=5, output_len=48, runs=2)
     assert rows.groupby("batch").size().to_dict() == {1: 4, 3: 4}
     assert set(rows["engine"]) == {"qwen3-reference"}, "nobody asked for rivals"
     for saved, batch in zip(rows.attrs["saved"].split(), (1, 3), strict=True):

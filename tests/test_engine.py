@@ -18,8 +18,10 @@ from metainfer_lab.engine import (
     find_engine,
     is_recorded,
 )
+from metainfer_lab.engine.session import Engine as OpenedEngine
 from metainfer_lab.errors import InputError
 from metainfer_lab.paths import ENGINES
+from metainfer_lab.spec import Spec
 
 REFERENCE = ENGINES / "qwen3-reference"
 DIMS = {
@@ -190,3 +192,11 @@ def test_this_process_keeps_its_files(engine):
         with pytest.raises(InputError), EngineProcess(REFERENCE, None, sandbox="jail"):
             pass
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_engine_opens_under_the_spec_asked_for():
+    """By its id as by its folder: it serves several."""
+    wanted = Spec.load("qwen3-8b-bf16-h200-c32")
+    for source in ("qwen3-8b-bf16-h200", ENGINES / "qwen3-8b-bf16-h200"):
+        engine = OpenedEngine.open(source, spec=wanted)
+        assert (engine.spec, engine.folder.name) == (wanted, "qwen3-8b-bf16-h200")

@@ -58,13 +58,17 @@ def test_passed_run_is_scrubbed_parameterised_and_reported(tmp_path):
         ("raise KeyError('gone')", "failed", "KeyError"),
         ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "dead-kernel", "died"),
         ("import sys\nsys.exit(3)", "failed", "SystemExit"),
+        ("%run nowhere.py", "failed", "nowhere.py"),
+        ("input('a name? ')", "failed", "StdinNotImplemented"),
     ],
 )
 def test_cell_that_fails_is_named(tmp_path, source, status, says):
     path = make(tmp_path, "1 + 1", source, "print('never')")
-    outcome = run(path)
+    outcome = run(path, size=8)
     assert outcome.status == status and says in outcome.error
-    assert outcome.failed_cell.title.startswith(f"Do {source[:5]}")
+    failed = outcome.failed_cell
+    assert failed.title.startswith(f"Do {source[:5]}")
+    assert failed.index == 5, "as in the source: papermill's own cells shift nothing"
     assert len(outcome.cells) == outcome.code_cells - 1
     assert not (tmp_path / "out" / path.name).exists()
     assert (tmp_path / "out" / "77_try.failed.ipynb").exists()
@@ -98,6 +102,22 @@ def test_earlier_output_never_stands_for_a_failed_run(tmp_path):
     assert not (tmp_path / "out" / path.name).exists()
 
 
+def test_a_thread_that_never_ends_does_not_keep_a_finished_notebook(tmp_path):
+    """papermill has hung after the last cell, waiting for a kernel that does not leave."""
+    code = "import threading, time\nthreading.Thread(target=time.sleep, args=(300,)).start()"
+    outcome = run(make(tmp_path, f"{code}\nprint('done')"))
+    assert outcome.status == "ok" and outcome.last_line == "done" and outcome.seconds < 40
+
+
+def test_a_flood_of_small_messages_arrives_whole(tmp_path):
+    code = "for number in range(5000):\n    print(number, flush=True)"
+    outcome = run(make(tmp_path, code))
+    assert outcome.status == "ok", outcome.error
+    saved = notebook_files.read_notebook(tmp_path / "out" / "77_try.ipynb")
+    texts = [output.text for output in saved.cells[-1].outputs]
+    assert "".join(texts).split() == [str(number) for number in range(5000)]
+
+
 def test_missing_kernel_is_named(tmp_path):
     path = make(tmp_path, "1")
     outcome = notebooks.run_one(
@@ -120,6 +140,7 @@ def test_killed_parent_leaves_a_status_that_says_so(tmp_path):
         child.kill()
     assert json.loads(status.read_text())["status"] == "running"
     assert notebooks.read_status(status).status == "cancelled"
+    assert not (tmp_path / "out" / path.name).exists(), "what was half written has no name"
 
 
 def test_parameters_are_checked_before_anything_starts(tmp_path):
@@ -217,8 +238,9 @@ def test_an_ended_runner_takes_its_kernel_along(tmp_path, number):
 
 
 def in_background(path: Path) -> subprocess.Popen:
-    """A process of its own that runs a notebook."""
+    """A process of its own that runs a notebook, and heeds SIGINT even where ours does not."""
     code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
         "from pathlib import Path; from metainfer_lab import notebooks as n;"
         f"n.run_one(Path({str(path)!r}), {{}}, timeout_s=60, quiet=True,"
         f" out=Path({str(path.parent / 'out')!r}))"

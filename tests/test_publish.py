@@ -64,7 +64,7 @@ def test_rows_of_a_gpu_need_a_verdict_of_a_gpu(tmp_path, record):
         publish(one_measurement(tmp_path, n_gpu=1), record)
 
 
-@pytest.mark.parametrize("kind", [".json", ".verdict.json"])
+@pytest.mark.parametrize("kind", [".csv", ".json", ".verdict.json"])
 def test_what_is_not_beside_the_rows_is_named(tmp_path, record, kind):
     saved = one_measurement(tmp_path)
     saved.with_suffix(kind).unlink()

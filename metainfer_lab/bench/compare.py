@@ -144,7 +144,7 @@ def summary(measured: Measurement) -> str:
 
 
 def sweep(
-    spec: Spec | str,
+    engine: Engine | Spec | Path | str,
     batches: Sequence[int],
     *,
     prompts: Sequence[int] = (),
@@ -161,7 +161,8 @@ def sweep(
     """
     import pandas as pd
 
-    spec = spec if isinstance(spec, Spec) else Spec.load(spec)
+    engine = engine if isinstance(engine, Engine) else Engine.open(engine)
+    spec = engine.spec
     points = [Workload.from_spec(spec, **workload, concurrency=batch) for batch in batches]
     points += [
         Workload.from_spec(spec, **workload | {"prompt_len": length}, concurrency=1)
@@ -175,11 +176,10 @@ def sweep(
         groups.setdefault(point.concurrency if plan(spec).dims.moe else streams, []).append(point)
     with Company(spec, beside, streams) as company:
         for most, group in groups.items():
-            with Engine.open(spec.change(workload__concurrency=most)) as engine:
+            with Engine(engine.folder, spec.change(workload__concurrency=most)) as opened:
                 for point in group:
-                    tables.append(
-                        to_rows(measure(engine, workload=point, company=company), verdict)
-                    )
+                    measured = measure(opened, workload=point, company=company)
+                    tables.append(to_rows(measured, verdict))
     whole = pd.concat(tables, ignore_index=True)
     whole.attrs["saved"] = " ".join(table.attrs["saved"] for table in tables)
     whole.attrs["ratios"] = [table.attrs["ratios"] for table in tables]

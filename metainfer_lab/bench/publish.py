@@ -20,6 +20,8 @@ def publish(saved: Path, folder: Path = RESULTS) -> pd.DataFrame:
     beside it. The rows become `recorded`. InputError when they do not belong together, or when the
     verdict is not of the kind of device that was measured.
     """
+    if not saved.is_file():
+        raise InputError(f"{saved}: no such file; bench says which it kept")
     rows = results.read(saved)
     beside = saved.with_suffix(".verdict.json")
     if not len(rows) or not beside.is_file():

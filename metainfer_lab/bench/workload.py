@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from random import Random
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from metainfer_lab.spec import Spec
+from metainfer_lab.errors import InputError
+from metainfer_lab.spec import Spec, explain
 
 
 class Workload(BaseModel):
@@ -26,7 +27,10 @@ class Workload(BaseModel):
         """The traffic that a spec's goals are meant for, with fields replaced."""
         asked = spec.workload
         point = {key: getattr(asked, key) for key in ("prompt_len", "output_len", "concurrency")}
-        return cls(**{**point, **changes})
+        try:
+            return cls(**{**point, **changes})
+        except ValidationError as error:
+            raise InputError(f"workload: {explain(error)}") from None
 
     @property
     def mean_context(self) -> float:

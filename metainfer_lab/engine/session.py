@@ -12,8 +12,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from metainfer_lab import checkpoints
+from metainfer_lab.bootstrap import has_nvidia_driver
 from metainfer_lab.engine.manifest import EngineManifest, find_engine
 from metainfer_lab.engine.process import DEFAULT_TIMEOUT_S, EngineProcess
+from metainfer_lab.errors import InputError
 from metainfer_lab.paths import tree_hash
 from metainfer_lab.sandbox import Sandbox
 from metainfer_lab.spec import Spec
@@ -44,7 +46,9 @@ class Engine:
     def open(
         cls, source: Spec | Path | str, spec: Spec | None = None, sandbox: Sandbox = "auto"
     ) -> Engine:
-        """The engine of a spec (object or id), or of an engine folder (then under its own spec)."""
+        """The engine of a spec (object or id), or of a folder (under the first that it serves).
+
+        spec: another that it serves, to open it under."""
         if isinstance(source, Spec):
             return cls(find_engine(source), source, sandbox)
         folder = Path(source)
@@ -52,7 +56,7 @@ class Engine:
             manifest = EngineManifest.read(folder)
             return cls(folder.resolve(), spec or Spec.load(manifest.specs[0]), sandbox)
         found = Spec.load(source)
-        return cls(find_engine(found), found, sandbox)
+        return cls(find_engine(found), spec or found, sandbox)
 
     @property
     def tree(self) -> str:
@@ -80,6 +84,9 @@ class Engine:
     def process(self) -> EngineProcess:
         """The running host, of as many ranks as the spec says; started on first use."""
         if self._process is None:
+            if self.device == "cuda" and not has_nvidia_driver():
+                wanted = f"{self.spec.id} is for {self.spec.hardware}"
+                raise InputError(f"hardware: {wanted}, and this machine has no NVIDIA GPU")
             process = EngineProcess(
                 self.folder,
                 self.checkpoint,
