@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from metainfer_lab.bench import llamacpp, rivals
+from metainfer_lab.bench import compare, llamacpp, rivals
 from metainfer_lab.bench.vllm import Vllm
 from metainfer_lab.bench.workload import Workload
 from metainfer_lab.checkpoints import smollm2
@@ -130,3 +131,18 @@ def test_rivals_are_those_asked_for_and_those_of_the_goals():
     assert rivals.chosen(spec, ["llama.cpp"]) == ["llama.cpp", "transformers", "products"]
     with pytest.raises(InputError, match="sglang9"):
         rivals.chosen(spec, ["sglang9"])
+
+
+def test_experts_are_counted_over_the_steps_between_two_looks():
+    """A mean over an engine's life would mix 32 streams with what came before them."""
+    before, after = ({"expert_steps": n, "experts_touched": x} for n, x in ((10, 100.0), (30, 140)))
+    assert compare.touched(before, after) == pytest.approx(160)
+    assert compare.touched({"expert_steps": 0, "experts_touched": None}, before) == 100
+    assert compare.touched(after, after) is None
+    assert compare.touched({}, {"experts_touched": 7.0}) == 7.0
+
+
+def test_gpu_memory_is_that_of_a_process_and_of_those_it_started(monkeypatch):
+    said = f"1, 512\n{os.getpid()}, 2048\n{os.getppid()}, 999\n{os.getpid()}, [N/A]\n"
+    monkeypatch.setattr(rivals.subprocess, "check_output", lambda *_, **__: said)
+    assert rivals.gpu_memory(os.getpid()) == {"gpu_gib": 2.0}

@@ -22,6 +22,7 @@ _HOMES = {
     "bench": "compare",
     "matrix_product_rate": "products",
     "measure": "compare",
+    "reopened": "compare",
     "sweep": "compare",
 }
 __all__ = sorted(_HOMES)

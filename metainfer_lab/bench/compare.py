@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from metainfer_lab import paths
 from metainfer_lab.bench import results
-from metainfer_lab.bench.rivals import Company
+from metainfer_lab.bench.rivals import Company, gpu_memory
 from metainfer_lab.bench.timing import (
     Ratio,
     Sample,
@@ -125,12 +125,25 @@ def measure(
         live.update(f"bench: a warm-up each, then {workload.runs} turns of {', '.join(runners)}")
         for run in runners.values():
             run()
+        before = engine.process.stats()
         timed = in_turn(runners, workload.runs)
-    measured.experts_touched = engine.process.stats().get("experts_touched")
+    measured.experts_touched = touched(before, engine.process.stats())
+    if engine.device == "cuda":
+        measured.about[measured.engine] |= gpu_memory(engine.process.confined.process.pid)
     measured.products = timed.pop("products", [])
     measured.samples = timed
     live.close(f"bench: {summary(measured)}")
     return measured
+
+
+def touched(before: Mapping, after: Mapping) -> float | None:
+    """Distinct experts of a layer in a step, in the mean over the steps between two looks at stats;
+    over the engine's whole life where it does not count its steps (`expert_steps`)."""
+    if "expert_steps" not in after:
+        return after.get("experts_touched")
+    looks = [(stats["expert_steps"], stats["experts_touched"] or 0.0) for stats in (before, after)]
+    (then, mean_then), (now, mean_now) = looks
+    return (mean_now * now - mean_then * then) / (now - then) if now > then else None
 
 
 def summary(measured: Measurement) -> str:
@@ -152,34 +165,53 @@ def sweep(
     verdict: Judgement | None = None,
     **workload: int,
 ) -> pd.DataFrame:
-    """Rows at several numbers of streams, and of one stream at further prompt lengths; `workload`
+    """Rows of one stream at further prompt lengths, and at several numbers of streams; `workload`
     replaces lengths and runs of the spec's own.
 
-    Rivals and engine are started once; where experts are chosen each number of streams has its own
-    engine, because their count is a mean over an engine's life. `rows.attrs["saved"]` lists the
-    files of all points, `rows.attrs["ratios"]` each one's ratios.
+    Rivals and engine are started once. `rows.attrs["saved"]` lists the files of all points,
+    `rows.attrs["ratios"]` each one's ratios.
     """
-    import pandas as pd
-
     engine = engine if isinstance(engine, Engine) else Engine.open(engine)
     spec = engine.spec
-    points = [Workload.from_spec(spec, **workload, concurrency=batch) for batch in batches]
-    points += [
+    points = [
         Workload.from_spec(spec, **workload | {"prompt_len": length}, concurrency=1)
         for length in prompts
     ]
+    points += [Workload.from_spec(spec, **workload, concurrency=batch) for batch in batches]
     # without goals, nothing is measured that they compare with and nobody asked for
-    spec = spec.change(goals={})
     streams, tables = max(point.concurrency for point in points), []
-    groups: dict[int, list[Workload]] = {}
-    for point in points:
-        groups.setdefault(point.concurrency if plan(spec).dims.moe else streams, []).append(point)
+    spec = spec.change(goals={}, workload__concurrency=streams)
     with Company(spec, beside, streams) as company:
-        for most, group in groups.items():
-            with Engine(engine.folder, spec.change(workload__concurrency=most)) as opened:
-                for point in group:
-                    measured = measure(opened, workload=point, company=company)
-                    tables.append(to_rows(measured, verdict))
+        begun = time.perf_counter()
+        with Engine(engine.folder, spec) as opened:
+            ready = {"ready_s": round(time.perf_counter() - begun, 1)}
+            for point in points:
+                measured = measure(opened, workload=point, company=company)
+                measured.about[measured.engine] |= ready
+                tables.append(to_rows(measured, verdict))
+    return _joined(tables)
+
+
+def reopened(folder: Path, engine: str, point: str = "c*-p*") -> pd.DataFrame:
+    """Rows of an engine as `sweep` returned them, from the files that it saved; point: which ones,
+    as the files are named (c1-p1024: one stream, a prompt of 1,024 tokens)."""
+    tables = []
+    for path in sorted(folder.glob(f"{engine}-{point}-*.csv")):
+        raw = json.loads(path.with_suffix(".json").read_text())["samples"]
+        rates = {name: [one["decode_tok_s"] for one in runs] for name, runs in raw.items()}
+        ours = rates.pop(engine)
+        table = results.read(path)
+        table.attrs["saved"] = path.name
+        table.attrs["ratios"] = {name: str(paired_ratio(ours, its)) for name, its in rates.items()}
+        tables.append(table)
+    if not tables:
+        raise InputError(f"{folder}: no rows of {engine}; give the folder that bench saved them in")
+    return _joined(tables)
+
+
+def _joined(tables: list[pd.DataFrame]) -> pd.DataFrame:
+    import pandas as pd
+
     whole = pd.concat(tables, ignore_index=True)
     whole.attrs["saved"] = " ".join(table.attrs["saved"] for table in tables)
     whole.attrs["ratios"] = [table.attrs["ratios"] for table in tables]
