@@ -100,10 +100,10 @@ def logged(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     (folder / "raw").mkdir(parents=True)
     lines = [
-        "status\traw",
-        "keep\traw/1.txt",
-        "keep\traw/2.txt to raw/10.txt",
-        "discard\traw/11.txt",
+        "id\tstatus\traw",
+        "1-1\tkeep\traw/1.txt",
+        "2-1\tkeep\traw/2.txt to raw/10.txt",
+        "3-1\tdiscard\traw/11.txt",
     ]
     (folder / "ledger.tsv").write_text("\n".join(lines))
     for name, text in {"1": "", "2": STEPS, "10": STEPS, "11": STEPS}.items():
@@ -117,7 +117,9 @@ def test_the_log_of_the_last_kept_try_speaks_or_the_last_with_requests(logged):
 
     assert speaking() == ["10.txt"]
     (logged / "raw" / "10.txt").write_text(STEPS.replace("TTFT", "other"))
-    assert speaking() == ["2.txt", "10.txt"], "first tokens are the last kept log's that has them"
+    assert {*speaking()} == {"2.txt", "10.txt"}, (
+        "first tokens are the last kept log's that has them"
+    )
     for name in ("9-b.txt", "3.txt"):
         (logged / "raw" / name).write_text(LOG)
     assert speaking() == ["9-b.txt"]
@@ -145,6 +147,24 @@ def test_logged_steps_are_reported_rows_too(logged):
     steps = engine_logs.step_times(logged / "raw" / "2.txt")
     assert steps.loc[8].tolist() == [3500, 3600, 3700]
     assert engine_logs.step_times(logged / "raw" / "1.txt").empty
+
+
+def test_a_kept_pair_speaks_for_its_own_point_alone(logged):
+    pairs = [
+        "[ 1.0] PAIR ttft 128 before: 17900.0 us (p20 17800.0, p80 18000.0) n=28",
+        "[ 1.0] PAIR ttft 128 new: 9000.0 us (p20 8900.0, p80 9100.0) n=28",
+        "[ 1.0] PAIR step 8 new: 3580.0 us (p20 3570.0, p80 3590.0) n=44",
+    ]
+    (logged / "raw" / "12.txt").write_text("\n".join(pairs))
+    with (logged / "ledger.tsv").open("a") as ledger:
+        ledger.write("\n4-ttft-128\tkeep\traw/12.txt\n4-8\tdiscard\traw/12.txt")
+    rows = engine_logs.read_run("run", "qwen3-8b-bf16-h200").set_index("metric")
+    assert rows.loc["ttft_ms", ["p20", "p50", "p80", "n"]].tolist() == [8.9, 9.0, 9.1, 28]
+    assert rows.loc["tpot_ms", "p50"] == 3.6, "the pair of a discarded row says nothing"
+    with (logged / "ledger.tsv").open("a") as ledger:
+        ledger.write("\n5-8\tkeep\traw/12.txt")
+    rows = engine_logs.read_run("run", "qwen3-8b-bf16-h200").set_index("metric")
+    assert rows.loc["tpot_ms", ["p50", "experts_touched"]].tolist() == [3.58, 57.2]
 
 
 def test_the_runs_of_the_record_can_be_read():

@@ -3,18 +3,19 @@
 Such numbers come from inside the engine's process (or from a replayed graph, without a host), and
 no gate judged the tree: they are *reported*, never measured rows. The last log with whole requests
 speaks for an engine, for variants are timed as single steps; without one the last log with steps,
-and the last with first tokens, of a try that was kept. The lines that are understood (p20, p50,
-p80; what is marked warm or idle is not):
+and the last with first tokens, of a try that was kept, and over them what later tries that were
+kept say of their own point (row 22-ttft-128 of the first token of 128, row 22-8 of 8 streams). The
+lines that are understood (p20, p50, p80; what is marked warm or idle is not):
 
     32 streams, prompt 1024, 160 new {} n=5: decode tok/s 5589 5594 5624; ...
     1 stream, prompt 128, 128 new, n=7: ttft ms 5.79 5.80 5.84; tpot ms 3.829 3.831 3.832 -> ...
     STEP rows 8: 3742.4 us (p20 3735.1 p80 3750.8) = 2138 tok/s touched/layer 57.2
     TTFT 128: 17.7 ms ['58.5', '17.7', '17.6', '17.8']        (the first of the list warms up)
+    PAIR ttft 128 new: 9113.0 us (p20 9104.3, p80 9137.9) n=28
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -48,6 +49,8 @@ STEP = re.compile(
     rf"STEP rows (\d+): {NUMBER} us \(p20 {NUMBER} p80 {NUMBER}\).*touched/layer {NUMBER}"
 )
 FIRST = re.compile(r"TTFT (\d+): [\d.]+ ms \[([^\]]+)\]")
+PAIR = rf"PAIR {{}} new: {NUMBER} us \(p20 {NUMBER}, p80 {NUMBER}\) n=(\d+)"
+TRY = re.compile(r"^\d+-(?:(ttft)-)?(\d+)$")  # ids of tries at one point
 STEP_CONTEXT = 1088  # cached tokens of a stream when those steps were replayed
 HOST = "the engine's own script, submit and step in one process"
 GRAPH = "the engine's own script, a captured step replayed, no host and no sampling of text"
@@ -55,20 +58,17 @@ GRAPH = "the engine's own script, a captured step replayed, no host and no sampl
 
 def read_run(run: str, spec: str) -> pd.DataFrame:
     """Rows of the logs that speak for a run's engine, under a spec; floors at nominal rates."""
-    base, found = _base(Spec.load(spec)), {}
-    for log in speaking_logs(paths.RUNS / run):
-        raw = {"raw": log.relative_to(paths.ROOT).as_posix()}
-        found |= {_key(row): row | raw for row in _rows(log.read_text())}
+    base = _base(Spec.load(spec))
+    found = _spoken(paths.RUNS / run)
+    if not found:
+        raise InputError(f"run {run}: no log in raw/ holds times that are understood")
     return results.table([base | row | _floor(spec, row) for row in found.values()])
 
 
 def read_all() -> pd.DataFrame:
     """`read_run` of every run `<spec>-aN` that has a log which speaks."""
-    tables = []
-    for folder in sorted(paths.RUNS.glob("*-a[0-9]*")):
-        with contextlib.suppress(InputError):  # a run whose logs hold no times has no rows
-            tables.append(read_run(folder.name, folder.name.rsplit("-a", 1)[0]))
-    return pd.concat(tables, ignore_index=True)
+    runs = [folder.name for folder in sorted(paths.RUNS.glob("*-a[0-9]*")) if _spoken(folder)]
+    return pd.concat([read_run(run, run.rsplit("-a", 1)[0]) for run in runs], ignore_index=True)
 
 
 def step_times(log: Path) -> pd.DataFrame:
@@ -80,22 +80,45 @@ def step_times(log: Path) -> pd.DataFrame:
 
 def speaking_logs(folder: Path) -> list[Path]:
     """The raw logs that speak for a run's engine (see above); InputError when there is none."""
-    logs = sorted((folder / "raw").glob("*.txt"), key=lambda path: _numbers(path.stem))
-    if requests := [log for log in logs if STREAMS.search(log.read_text())]:
-        return requests[-1:]
-    kept = [*_kept(folder)]
-    by_kind = [[log for log in kept if kind.search(log.read_text())] for kind in (FIRST, STEP)]
-    if found := [logs[-1] for logs in by_kind if logs]:
-        return list(dict.fromkeys(found))
+    if found := _spoken(folder):
+        return [paths.ROOT / raw for raw in dict.fromkeys(row["raw"] for row in found.values())]
     raise InputError(f"run {folder.name}: no log in raw/ holds times that are understood")
 
 
-def _kept(folder: Path) -> Iterator[Path]:
-    """Raw files of kept tries, in the order of the ledger; a row may name several."""
+def _spoken(folder: Path) -> dict[tuple, dict[str, Any]]:
+    """What is said of each point and metric, with the log that says it."""
+    found: dict[tuple, dict[str, Any]] = {}
+    for log, point in _speakers(folder):
+        raw = {"raw": log.relative_to(paths.ROOT).as_posix()}
+        for row in _rows(log.read_text()) if point is None else _paired(log.read_text(), point):
+            before = found.get(_key(row), {})
+            touched = {"experts_touched": before.get("experts_touched")} if point else {}
+            found[_key(row)] = touched | row | raw
+    return found
+
+
+def _speakers(folder: Path) -> list[tuple[Path, str | None]]:
+    """Logs with the point that they are asked for, all of them where None; later ones outdo."""
+    logs = sorted((folder / "raw").glob("*.txt"), key=lambda path: _numbers(path.stem))
+    if requests := [log for log in logs if STREAMS.search(log.read_text())]:
+        return [(requests[-1], None)]
+    kept = [*_kept(folder)]
+    whole = [[log for _, log in kept if kind.search(log.read_text())] for kind in (FIRST, STEP)]
+    single = [
+        (log, f"{found[1] or 'step'} {found[2]}") for id_, log in kept if (found := TRY.match(id_))
+    ]
+    return [*((logs[-1], None) for logs in whole if logs), *single]
+
+
+def _kept(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Ids and raw files of kept tries, in the order of the ledger; a row may name several."""
     table = folder / "ledger.tsv"
-    rows = results.read_rows(table) if table.is_file() else pd.DataFrame({"status": [], "raw": []})
-    for named in rows.loc[rows["status"] == "keep", "raw"].dropna():
-        yield from filter(Path.is_file, (folder / raw for raw in re.findall(r"[\w./-]+", named)))
+    if not table.is_file():
+        return
+    rows = results.read_rows(table)
+    for row in rows[(rows["status"] == "keep") & rows["raw"].notna()].itertuples():
+        named = (folder / raw for raw in re.findall(r"[\w./-]+", row.raw))
+        yield from ((str(row.id), log) for log in named if log.is_file())
 
 
 def _numbers(stem: str) -> list[int]:
@@ -118,6 +141,20 @@ def _rows(text: str) -> Iterator[dict[str, Any]]:
         times = [float(ms) for ms in re.findall(NUMBER, listed)][1:]
         point = {"batch": 1, "prompt_len": int(prompt_len), "output_len": 1}
         yield point | {"conditions": _said(HOST), "metric": "ttft_ms"} | asdict(spread(times))
+
+
+def _paired(text: str, point: str) -> Iterator[dict[str, Any]]:
+    """What a paired try says of its new tree at its own point, "ttft 128" or "step 8"."""
+    kind, size = point.split()
+    for p50, p20, p80, n in re.findall(PAIR.format(point), text):
+        times = [str(float(us) / 1e3) for us in (p20, p50, p80)]
+        at = {"n": int(n), "output_len": 1}
+        if kind == "ttft":
+            said = at | {"batch": 1, "prompt_len": int(size), "conditions": _said(HOST)}
+            yield from _with_twin(said, "ttft_ms", times)
+        else:
+            said = at | {"batch": int(size), "prompt_len": STEP_CONTEXT}
+            yield from _with_twin(said | {"conditions": _said(GRAPH)}, "tpot_ms", times)
 
 
 def _with_twin(base: dict, metric: str, values: tuple[str, ...] | list[str]) -> Iterator[dict]:
