@@ -6,6 +6,7 @@ rivals.py        who can run beside an engine; rival.py what they share
 transformers.py  the baseline at its best setting on this machine; vllm.py, llamacpp.py where there
 products.py      one token's matrix products alone
 compare.py       `bench`: an engine and its rivals in turn, as rows
+floors.py        the least time and the most tokens a second at a point
 results.py       the result schema; ledger.py the schema of what was tried
 worker.py        a baseline's process
 

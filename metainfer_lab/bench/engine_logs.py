@@ -26,7 +26,7 @@ import pandas as pd
 
 from metainfer_lab import paths
 from metainfer_lab.bench import results
-from metainfer_lab.bench.compare import floors
+from metainfer_lab.bench.floors import floors
 from metainfer_lab.bench.timing import spread
 from metainfer_lab.bench.workload import Workload
 from metainfer_lab.errors import InputError

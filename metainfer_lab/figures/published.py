@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from metainfer_lab import paths
 from metainfer_lab.bench import engine_logs, ledger, results
-from metainfer_lab.bench.compare import floors
+from metainfer_lab.bench.floors import floors
 from metainfer_lab.bench.workload import Workload
 from metainfer_lab.errors import InputError
 from metainfer_lab.figures.bounds import floors_by_batch
