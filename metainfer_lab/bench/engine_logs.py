@@ -168,7 +168,8 @@ def _with_twin(base: dict, metric: str, values: tuple[str, ...] | list[str]) -> 
 
 
 def _said(timing: str) -> str:
-    decoding = "greedy, ignore_eos, random prompts"
+    requests = "greedy, ignore_eos, random prompts"
+    decoding = requests if timing == HOST else "one step replayed, no text is made"
     return results.pairs({"timing": timing, "decoding": decoding, "verdict": "no gate's"})
 
 
