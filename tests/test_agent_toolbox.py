@@ -67,6 +67,7 @@ def test_adopt_verifies_records_and_replays(tmp_path):
     (folder / "ledger.tsv").write_text("id\n1\n")
     run = agent.adopt(folder, judge=fake_judge())
     assert run.info.status == "passed" and run.info.provider == "external"
+    assert run.info.confined_by.startswith("nothing known"), "nobody saw what its author saw"
     assert run.info.tree == tree_hash(folder / "engine")
     assert replay(run, judge=fake_judge(), on_event=lambda text: None).faithful
     recorded = agent.record(run.id, engine=True)

@@ -176,6 +176,8 @@ def new_run(
     if provider == "anthropic":
         api = f"the server at {server}, asked for {model}" if server else f"{model} through the API"
         about = {"author": api, "model": model, "effort": effort}
+    if provider == "external":
+        about["confined_by"] = "nothing known here: the tree was written elsewhere"
     about |= {"id": name, "spec": spec.id, "kind": kind, "provider": provider, "reviewer": reviewer}
     created = datetime.now(UTC).isoformat(timespec="seconds")
     with runs.locked(home):  # of two processes that begin one at once, one does
