@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from metainfer_lab.paths import tree_files
+
 MAX_FILE_BYTES = 200_000
 MAX_TREE_BYTES = 2_000_000
 
@@ -83,7 +85,7 @@ def edit(root: Path, command: View | Create | Replace | Insert | Remove) -> str:
     target = confine(root, command.path)
     match command:
         case View():
-            return _list(root, target) if target.is_dir() else _show(target, command)
+            return listed(root, target) if target.is_dir() else _show(target, command)
         case Create():
             return _write(root, target, command.file_text)
         case Replace():
@@ -102,12 +104,13 @@ def _text(target: Path, path: str) -> str:
     return target.read_text()
 
 
-def _list(root: Path, target: Path) -> str:
-    files = sorted(p for p in target.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+def listed(root: Path, target: Path, empty: str = "(empty)") -> str:
+    """Files below a folder of an engine's, each with its lines, one a line."""
     rows = [
-        f"{p.relative_to(root).as_posix()} ({len(p.read_text().splitlines())} lines)" for p in files
+        f"- {p.relative_to(root).as_posix()} ({len(p.read_text().splitlines())} lines)"
+        for p in tree_files(target)
     ]
-    return "\n".join(rows) or "(empty)"
+    return "\n".join(rows) or empty
 
 
 def _show(target: Path, command: View) -> str:

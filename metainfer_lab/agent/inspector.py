@@ -16,7 +16,7 @@ from metainfer_lab.agent.editor import ToolError
 from metainfer_lab.paths import HARDWARE, ROOT
 from metainfer_lab.sandbox.packages import package_paths
 
-OURS = ("__init__.py", "errors.py", "paths.py", "hardware.py", "spec.py", "inspection")
+OURS = ("__init__.py", "errors.py", "paths.py", "hardware.py", "spec.py", "markup.py", "inspection")
 NEEDED = ("pydantic", "PyYAML")
 SECONDS = 300
 

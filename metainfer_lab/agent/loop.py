@@ -381,9 +381,8 @@ def _tool_result(block: Block, result: Result) -> Block:
 
 
 def _summary(block: Block) -> str:
+    """A call in a few words; an edit goes by its command alone."""
     given = block["input"] if isinstance(block["input"], dict) else {}
-    first = next(
-        (str(given[key]) for key in ("command", "gates", "name", "path") if key in given), ""
-    )
-    path = f" {given['path']}" if "path" in given and first != given["path"] else ""
-    return f"{block['name']} {first.splitlines()[0][:80] if first else ''}{path}".rstrip()
+    said = [str(given[key]) for key in ("command", "gates", "name", "path") if given.get(key)]
+    words = [] if block["name"] == EDITOR and said else [block["name"]]
+    return " ".join([*words, *(text.splitlines()[0][:80] for text in said)])

@@ -16,7 +16,8 @@ from metainfer_lab.paths import tree_files
 from metainfer_lab.skills import load_skills
 
 WINDOW = 8
-PACKAGES = ("transformers", "vllm", "sglang", "tensorrt_llm", "flash_attn", "fla", "safetensors")
+MODELS = ("transformers", "vllm", "sglang", "tensorrt_llm", "flash_attn", "fla", "flashinfer")
+PACKAGES = (*MODELS, "safetensors", "torch", "triton")
 SKIPPED = ("#", "import ", "from ", '"""')
 LEAST_CHARACTERS = 160  # of a window, so that eight closing brackets are no overlap
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from metainfer_lab.agent.editor import listed
 from metainfer_lab.agent.phases import Phase
-from metainfer_lab.paths import tree_files
 from metainfer_lab.skills import Skill
 from metainfer_lab.spec import Spec
 
@@ -67,22 +67,13 @@ def opening(
     parts = [
         task,
         f"## Spec (run id `{run_id}`)\n```yaml\n{spec}\n```",
-        f"## Engine folder\n{listed(engine)}",
+        f"## Engine folder\n{listed(engine, engine, '(empty: a blank sheet)')}",
         "## Skills\n" + "\n\n".join(f"### {s.name}\n{s.body}" for s in skills),
     ]
     if others:
         names = "\n".join(f"- {s.name}: {s.description}" for s in others)
         parts.append(f"## More skills (read_skill shows them)\n{names}")
     return "\n\n".join(parts)
-
-
-def listed(engine: Path) -> str:
-    """An engine's files with their lines, one a line."""
-    files = [
-        f"- {p.relative_to(engine).as_posix()} ({len(p.read_text().splitlines())} lines)"
-        for p in tree_files(engine)
-    ]
-    return "\n".join(files) or "(empty: a blank sheet)"
 
 
 NO_CALL = (
