@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from metainfer_lab.bench import compare, llamacpp, rivals
+from metainfer_lab.bench import compare, llamacpp, rival, rivals
 from metainfer_lab.bench.vllm import Vllm
+from metainfer_lab.bench.worker import WorkerError
 from metainfer_lab.bench.workload import Workload
 from metainfer_lab.checkpoints import smollm2
 from metainfer_lab.errors import InputError
@@ -95,12 +96,22 @@ def test_vllm_is_stepped_and_its_streams_kept_apart(packages, monkeypatch, tmp_p
     packages(vllm=VLLM, torch=TORCH)
     (tmp_path / "config.json").write_text('{"vision_config": {}}')
     monkeypatch.setenv("METAINFER_VLLM", '{"seed": 1}')
-    with Vllm(tmp_path, 3, 64, in_process=in_process) as rival:
-        first, second = rival.sample(PROMPTS, WORKLOAD), rival.sample(PROMPTS, WORKLOAD)
+    with Vllm(tmp_path, 3, 64, in_process=in_process) as vllm:
+        first, second = vllm.sample(PROMPTS, WORKLOAD), vllm.sample(PROMPTS, WORKLOAD)
     assert first.tokens == second.tokens == [[n + i for i in range(1, 7)] for n in (10, 20, 30)]
-    assert rival.describe()["process"] == ("in-process" if in_process else "default")
-    assert rival.versions["vllm"] == "0.0-stub" and rival.describe()["prefix_cache"] == "off"
-    assert rival.describe()["language_model_only"] is True and rival.describe()["seed"] == 1
+    assert vllm.describe()["process"] == ("in-process" if in_process else "default")
+    assert vllm.versions["vllm"] == "0.0-stub" and vllm.describe()["prefix_cache"] == "off"
+    assert vllm.describe()["language_model_only"] is True and vllm.describe()["seed"] == 1
+
+
+def test_a_rival_may_take_its_time_to_start_and_not_to_answer(packages, monkeypatch, tmp_path):
+    packages(vllm=VLLM, torch=TORCH)
+    (tmp_path / "config.json").write_text("{}")
+    with Vllm(tmp_path, 3, 64, in_process=True) as one:
+        assert one.ready_s > 0 and one.worker.timeout_s == 300 < rival.OPENING_S
+    monkeypatch.setattr(rival, "OPENING_S", 0.01)
+    with pytest.raises(WorkerError, match=r"silent for 0\.01 s"):
+        Vllm(tmp_path, 3, 64, in_process=True).__enter__()
 
 
 def test_llama_cpp_says_how_it_was_built(packages, monkeypatch, tmp_path):

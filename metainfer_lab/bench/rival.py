@@ -9,6 +9,8 @@ from metainfer_lab.bench.timing import Sample, sample_from
 from metainfer_lab.bench.worker import Worker
 from metainfer_lab.bench.workload import Workload
 
+OPENING_S = 900.0  # vLLM on 35 billion weights in four bits was silent for more than 230 s
+
 
 class Rival:
     """An engine of somebody else behind a pipe; a context manager.
@@ -26,13 +28,15 @@ class Rival:
         self.opening = opening
 
     def __enter__(self) -> Rival:
-        begun = time.perf_counter()
+        begun, patience = time.perf_counter(), self.worker.timeout_s
+        self.worker.timeout_s = OPENING_S
         self.worker.__enter__()
         try:
             opened = self.worker.call(op="open", **self.opening)
         except BaseException:
             self.worker.__exit__(None, None, None)
             raise
+        self.worker.timeout_s = patience
         self.ready_s = time.perf_counter() - begun
         self.versions: dict[str, str] = opened["versions"]
         self.opened = opened
