@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
 
 from metainfer_lab.checkpoints import nvfp4
+from metainfer_lab.engine import host
 from metainfer_lab.gates import verify
 from metainfer_lab.gates.formulas import KNOWN, Draw, attention, dequantise_nvfp4, rms_norm, rope
 from metainfer_lab.gates.launches import kernels, own, undeclared
@@ -164,3 +166,10 @@ def test_half_a_cache_and_a_doubled_one_are_outside_of_what_is_predicted():
     exact = BATCH * CONTEXT * predicted.deployment.kv_bytes_per_token()
     assert predicted.least(BATCH, CONTEXT) == exact > exact // 2
     assert exact <= predicted.most(BATCH, CONTEXT) < 2 * exact
+
+
+def test_what_ran_is_read_from_the_profilers_raw_events():
+    with profile(activities=[ProfilerActivity.CPU]) as watch:
+        torch.ones(3).cumsum(0)
+    assert "aten::cumsum" in host.ran(watch, "CPU")
+    assert host.ran(watch, "CUDA") == []

@@ -37,10 +37,10 @@ def operators(trial: Trial) -> None:
         if pairs is None:
             trial.findings.fail("OPERATORS", "missing; each kernel has its naive form there")
             return
-        if on_gpu:
-            engine.watch()
-        formulas, undrawn = known(trial.dims.family), []
+        formulas, undrawn, judged = known(trial.dims.family), [], set()
         for name, pair in pairs.items():
+            if on_gpu:
+                engine.watch()
             sizes = [*_sizes(trial.rng, range(*pair["rows"]), CASES[trial.device])]
             if name in formulas and not pair["draws"]:
                 _by_formula(trial, engine, name, formulas[name], sizes)
@@ -48,8 +48,10 @@ def operators(trial: Trial) -> None:
                 undrawn += [] if _by_pair(trial, engine, name, sizes) else [name]
             else:
                 trial.findings.fail(name, "draws no arguments, and is none that the gate knows")
-        alone = _launched_alone(trial, engine) if on_gpu else undeclared(trial.folder)
-    for kernel in alone:
+            if on_gpu:  # one at a time: naive forms may launch millions
+                judged |= own(engine.launched(), trial.folder)
+        alone = _launched(trial, engine) - judged if on_gpu else undeclared(trial.folder)
+    for kernel in sorted(alone):
         detail = "is launched, and no pair in OPERATORS leads to it: nobody judges it"
         trial.findings.fail(kernel, detail)
     if undrawn and not trial.findings.cases:
@@ -63,10 +65,8 @@ def _streams(trial: Trial) -> int:
     return trial.spec.workload.concurrency if trial.device == "cuda" else 4
 
 
-def _launched_alone(trial: Trial, engine: EngineProcess) -> list[str]:
-    """The engine's kernels that prefill and decode launch, alone and in a full batch, and that no
-    pair has launched since the watch began."""
-    judged = own(engine.launched(), trial.folder)
+def _launched(trial: Trial, engine: EngineProcess) -> set[str]:
+    """The engine's kernels that prefill and decode launch, alone and in a full batch."""
     vocab, params = trial.dims.vocab_size, {"max_new_tokens": 4, "ignore_eos": True}
     engine.watch()
     for streams in (1, _streams(trial)):
@@ -77,7 +77,7 @@ def _launched_alone(trial: Trial, engine: EngineProcess) -> list[str]:
     seen = engine.launched()
     if not seen:
         raise NotJudged("the profiler sees no kernel on this GPU: what is launched is not known")
-    return sorted(own(seen, trial.folder) - judged)
+    return own(seen, trial.folder)
 
 
 def _sizes(rng: np.random.Generator, rows: range, count: int) -> Iterator[tuple[int, int]]:
