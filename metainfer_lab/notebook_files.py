@@ -121,15 +121,29 @@ def last_line(notebook: NotebookNode) -> str:
 
 
 def scrub(notebook: NotebookNode) -> NotebookNode:
-    """Take out what belongs to one run on one machine: papermill's stamps, timings, paths."""
+    """Take out what belongs to one run on one machine: papermill's stamps, timings, paths; what was
+    printed in pieces becomes one output, since a page shows each output on lines of its own."""
     for metadata in (notebook.metadata, *(cell.metadata for cell in notebook.cells)):
         for key in ("papermill", "widgets", "execution"):
             metadata.pop(key, None)
     for cell in notebook.cells:
+        if "outputs" in cell:
+            cell.outputs = _joined(cell.outputs)
         for output in cell.get("outputs", []):
             output.pop("metadata", None) if output.output_type == "error" else None
             _relative(output)
     return notebook
+
+
+def _joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
+    """Outputs with neighbours of one stream put together."""
+    kept: list[NotebookNode] = []
+    for output in outputs:
+        if kept and output.get("name") and output.get("name") == kept[-1].get("name"):
+            kept[-1].text += output.text
+        else:
+            kept.append(output)
+    return kept
 
 
 def _relative(node: Any) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from metainfer_lab import notebook_files, notebooks, paths
 from metainfer_lab.errors import InputError
@@ -35,6 +35,16 @@ def make(folder: Path, *sources: str, name: str = "77_try.ipynb", **metadata: ob
 def run(path: Path, timeout_s: float = 60, **parameters: object) -> notebooks.Outcome:
     out = path.parent / "out"
     return notebooks.run_one(path, parameters, timeout_s=timeout_s, quiet=True, out=out)
+
+
+def test_what_was_printed_in_pieces_is_one_output():
+    streams = [("stdout", "The cap"), ("stdout", "ital"), ("stderr", "!"), ("stdout", "of")]
+    said = [new_output("stream", name=name, text=text) for name, text in streams]
+    value = new_output("execute_result", data={"text/plain": "1"}, execution_count=1)
+    cell = new_code_cell("1", outputs=[*said, value])
+    book = notebook_files.scrub(new_notebook(cells=[cell, new_markdown_cell("# Try")]))
+    kept = [output.get("text") for output in book.cells[0].outputs]
+    assert kept == ["The capital", "!", "of", None]
 
 
 def test_passed_run_is_scrubbed_parameterised_and_reported(tmp_path):
