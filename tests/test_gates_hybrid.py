@@ -16,7 +16,7 @@ from metainfer_lab.checkpoints.planted_qwen36 import planted_qwen36
 from metainfer_lab.checkpoints.tiny_qwen36 import tiny_qwen36
 from metainfer_lab.engine import StepResult
 from metainfer_lab.gates import verify
-from metainfer_lab.gates.compare import exact_text
+from metainfer_lab.gates.compare import exact_text, text_with
 from metainfer_lab.gates.mutants import catalogue
 from metainfer_lab.gates.routing import best, choice, complaint
 from metainfer_lab.gates.tolerances import FIXED, LEAST_MOVE
@@ -257,3 +257,24 @@ def test_a_large_checkpoint_is_streamed_where_there_is_a_gpu(monkeypatch, plain,
     streamed = {"device": "cuda", "streamed": True}
     assert started == [{}, (plain, "float64"), streamed, (plain, "float32")]
     trial.end()
+
+
+def test_on_a_gpu_the_answers_of_a_checkpoint_share_the_oracles_passes(tmp_path):
+    trial = Trial(REFERENCE, Spec.load(QUANTISED), "cuda", "none", tmp_path)
+    layers = {"layer_types": ["linear_attention", "full_attention"]}
+    with Oracle() as trial._oracle:
+        folder = tiny_qwen36(9, tmp_path / "c", quantised=True, oracle=trial._oracle, **layers)
+        answers = [
+            (trial.prompt(n, 64), [StepResult(0, t, -1.0, None, None) for t in trial.prompt(m, 64)])
+            for n, m in ((3, 9), (40, 1), (17, 0))
+        ]
+        together, alone = trial.ask(folder, answers=answers), trial.ask(folder)
+        for prompt, results in answers[:2]:
+            text = text_with(prompt, results)
+            one, other = alone(*text), together(*text)
+            assert len(one.logits) == len(results)
+            assert np.abs(one.logits - other.logits).max() < 1e-9
+            assert np.allclose(one.choice.allowed, other.choice.allowed)
+            assert one.unsure == other.unsure
+        with pytest.raises(KeyError):
+            together([1, 2], [1])

@@ -112,7 +112,7 @@ def test_layer_by_layer_no_layer_stays(checkpoint):
 
     for layer in layers:
         layer.register_forward_pre_hook(count)
-    service.logits([3, 1, 2], [2])
+    service.logits([[3, 1, 2]], [[2]])
     count()
     each = len(list(layers[0].parameters()))
     assert seen == [each] * len(layers) + [0]
@@ -130,3 +130,21 @@ def test_layer_by_layer_a_gpu_with_room_reads_each_tensor_once(tmp_path, oracle,
     first, second = source.of(1), source.of(1)
     assert first.keys() == second.keys() and len(read) == len(set(read)) > 20
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_texts_in_one_pass_are_answered_as_alone(tmp_path, oracle):
+    """Of other lengths, in any number, with experts of their own; the hybrid keeps a state too."""
+    kinds = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    oracle.use(tiny_qwen36(7, tmp_path / "c", **kinds), "float64")
+    rng = np.random.default_rng()
+    texts = [(rng.integers(0, 150, n).tolist(), [n - 1, 0]) for n in (5, 70, 33)]
+    for how in (None, "bfloat16"):
+        alone = [oracle.routed(*text, None, how) for text in texts]
+        for one, other in zip(alone, oracle.together(texts, None, how), strict=True):
+            assert np.abs(one.logits - other.logits).max() < 1e-9
+            assert one.router.shape == other.router.shape
+            assert np.abs(one.router - other.router).max() < 1e-9
+    chosen = [np.argsort(one.router)[..., :2] for one in alone]
+    forced = oracle.together(texts, chosen)
+    for text, experts, other in zip(texts, chosen, forced, strict=True):
+        assert np.abs(oracle.routed(*text, experts).logits - other.logits).max() < 1e-9

@@ -64,7 +64,7 @@ def _scored(trial: Trial) -> None:
     trial.findings.case()
     if first.results != second.results:
         trial.findings.fail("the same calls twice", _difference(first.results, second.results))
-    ask = trial.ask(checkpoint)
+    ask = trial.ask(checkpoint, answers=[(prompts[i], first.answer(i)) for i in range(REQUESTS)])
     for i in range(REQUESTS):
         if i in cancelled and not first.answer(i):
             continue
@@ -201,8 +201,8 @@ def _hostile(trial: Trial) -> None:
             engine.submit([poison] * 70, hostile)
             ids.append(engine.submit(victim, params))
         results = engine.finish()
-    ask = trial.ask(sound)
-    for i, victim in enumerate(victims):
-        answer = text_of(results, ids[i])
+    answers = [text_of(results, request) for request in ids]
+    ask = trial.ask(sound, answers=[*zip(victims, answers, strict=True)])
+    for i, (victim, answer) in enumerate(zip(victims, answers, strict=True)):
         case = f"victim {i} beside neighbours that compute NaN"
         judge_text(trial.findings, case, victim, params, answer, ask)

@@ -45,6 +45,9 @@ class Truth(NamedTuple):
     unsure: frozenset[int] = frozenset()
 
 
+Text = tuple[Sequence[int], Sequence[int]]  # tokens, and the positions asked for
+
+
 class Ask(Protocol):
     """The oracle turned to a checkpoint; experts: those that the engine chose, if it said so."""
 
@@ -87,21 +90,49 @@ def calibrated_truth(
     experts: np.ndarray | None = None,
 ) -> Truth:
     """The oracle's answer with tolerances from its own answers under rounded activations."""
+    if experts is None:
+        return calibrated_truths(oracle, by, per_token, [(tokens, positions)])[0]
     logits, router = oracle.routed(tokens, positions, experts)
     others = [oracle.routed(tokens, positions, experts, how) for how in by.roundings]
-    if router is None:
-        return Truth(logits, _cost(by, logits, others))
-    moved = np.max([np.abs(other.router - router).max(axis=-1) for other in others], axis=0)
-    margin = by.router * np.maximum(moved, np.median(moved, axis=1, keepdims=True))
-    if experts is not None:
-        return Truth(logits, _cost(by, logits, others), choice(router, experts, margin))
-    made = choice(router, best(router, per_token), margin)
+    made = choice(router, experts, _margin(by, router, others))
+    return Truth(logits, _cost(by, logits, others), made)
+
+
+def calibrated_truths(
+    oracle: Oracle, by: Calibration, per_token: int | None, texts: Sequence[Text]
+) -> list[Truth]:
+    """`calibrated_truth` of some texts, each pass over all of them."""
+    plain = oracle.together(texts)
+    others = [
+        [*found]
+        for found in zip(*(oracle.together(texts, None, how) for how in by.roundings), strict=True)
+    ]
+    if plain[0].router is None:
+        pairs = zip(plain, others, strict=True)
+        return [Truth(one.logits, _cost(by, one.logits, its)) for one, its in pairs]
+    margins = [_margin(by, one.router, its) for one, its in zip(plain, others, strict=True)]
     # Another expert for some token before may move any row: near ties broken at random show it.
     rng = np.random.default_rng()
     for _ in range(TIES):
-        noise = rng.uniform(-0.5, 0.5, router.shape) * margin[..., None]
-        others.append(oracle.routed(tokens, positions, best(router + noise, per_token)))
-    return Truth(logits, _cost(by, logits, others), made, rows_of(made.unsure, positions))
+        noisy = [
+            one.router + rng.uniform(-0.5, 0.5, one.router.shape) * margin[..., None]
+            for one, margin in zip(plain, margins, strict=True)
+        ]
+        broken = oracle.together(texts, [best(router, per_token) for router in noisy])
+        for its, other in zip(others, broken, strict=True):
+            its.append(other)
+    truths = []
+    for (_, positions), one, its, margin in zip(texts, plain, others, margins, strict=True):
+        made = choice(one.router, best(one.router, per_token), margin)
+        cost = _cost(by, one.logits, its)
+        truths.append(Truth(one.logits, cost, made, rows_of(made.unsure, positions)))
+    return truths
+
+
+def _margin(by: Calibration, router: np.ndarray, others: Sequence[Routed]) -> np.ndarray:
+    """What two router logits of a token may be off by: [layers, T]."""
+    moved = np.max([np.abs(other.router - router).max(axis=-1) for other in others], axis=0)
+    return by.router * np.maximum(moved, np.median(moved, axis=1, keepdims=True))
 
 
 def _cost(by: Calibration, logits: np.ndarray, others: Sequence[Routed]) -> Allowance:
@@ -258,6 +289,12 @@ def _finer(
     return within and not wrong.size
 
 
+def text_with(prompt: Sequence[int], results: Sequence[StepResult]) -> Text:
+    """What the oracle is asked of an answer: the tokens before each of its own."""
+    before = [*prompt, *(result.token for result in results[:-1])]
+    return before, range(len(prompt) - 1, len(before))
+
+
 def text_of(results: Sequence[StepResult], request: int) -> list[StepResult]:
     """One request's results, in the order they came."""
     return [result for result in results if result.request == request]
@@ -282,8 +319,7 @@ def judge_text(
     if not results:
         findings.fail(case, "no token came")
         return
-    before = [*prompt, *(result.token for result in results[:-1])]
-    truth = ask(before, range(len(prompt) - 1, len(before)))
+    truth = ask(*text_with(prompt, results))
     logits, allowed, logprobs = truth.logits, truth.allowed, log_softmax(truth.logits)
     for i, result in enumerate(results):
         if not 0 <= result.token < logits.shape[1]:

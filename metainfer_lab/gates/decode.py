@@ -131,7 +131,8 @@ def _ends(trial: Trial, request: Asked, tokens: list[int], finish: str) -> None:
 
 
 def _judge(trial: Trial, checkpoint: Path, asked: list[Asked], depth: Depth) -> None:
-    ask = trial.ask(checkpoint, depth)
+    answers = [(request.prompt, request.results) for request in asked]
+    ask = trial.ask(checkpoint, depth, answers)
     for request in asked:
         _whole(trial, request)
         judge_text(

@@ -51,7 +51,7 @@ def limits(trial: Trial) -> None:
         trial.findings.fail("after refused calls", "the same request has another answer")
     if scored.shape != (1, vocab):
         trial.findings.fail("score of a full context", f"shape {list(scored.shape)}")
-    ask = trial.ask(checkpoint)
+    ask = trial.ask(checkpoint, answers=[(edge[1], edge[3]) for edge in edges])
     for case, prompt, given, results, wanted, finish in edges:
         got = (len(results), results[-1].finish_reason if results else None)
         if got != (wanted, finish):

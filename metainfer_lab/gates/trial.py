@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -20,9 +20,24 @@ from metainfer_lab.checkpoints.planted_dense import planted_dense
 from metainfer_lab.checkpoints.planted_qwen36 import planted_qwen36
 from metainfer_lab.checkpoints.tiny import draw_dims, tiny_checkpoint
 from metainfer_lab.checkpoints.tiny_qwen36 import shallow_config, tiny_qwen36
-from metainfer_lab.engine import EngineError, EngineManifest, EngineProcess, Nursery, is_recorded
+from metainfer_lab.engine import (
+    EngineError,
+    EngineManifest,
+    EngineProcess,
+    Nursery,
+    StepResult,
+    is_recorded,
+)
 from metainfer_lab.errors import InputError
-from metainfer_lab.gates.compare import Ask, calibrated_truth, fixed_truth
+from metainfer_lab.gates.compare import (
+    Ask,
+    Text,
+    Truth,
+    calibrated_truth,
+    calibrated_truths,
+    fixed_truth,
+    text_with,
+)
 from metainfer_lab.gates.tolerances import CALIBRATED, Depth
 from metainfer_lab.gates.verdict import Findings
 from metainfer_lab.model import ModelDims
@@ -242,13 +257,26 @@ class Trial:
     def _streamed(self) -> Oracle:
         return self._open.enter_context(Oracle(device=self.device, streamed=True))
 
-    def ask(self, checkpoint: Path, depth: Depth = "tiny") -> Ask:
-        """The oracle turned to a checkpoint, as a function of tokens and positions."""
+    def ask(
+        self,
+        checkpoint: Path,
+        depth: Depth = "tiny",
+        answers: Sequence[tuple[Sequence[int], Sequence[StepResult]]] = (),
+    ) -> Ask:
+        """The oracle turned to a checkpoint, as a function of tokens and positions.
+
+        answers: prompts, and what the engine said to them, that will be asked about; where passes
+        are long, on a GPU, they share them.
+        """
         per_token = self.dims.moe and ModelDims.from_config(checkpoint).moe.num_experts_per_tok
         if self.activations in CALIBRATED:
             # beside the cost of 8 bits, float32 is exact; at full size float64 takes minutes
             oracle = self.oracle(checkpoint, "float64" if depth == "tiny" else "float32")
-            return partial(calibrated_truth, oracle, CALIBRATED[self.activations], per_token)
+            given = (oracle, CALIBRATED[self.activations], per_token)
+            texts = [text_with(*answer) for answer in answers if answer[1]]
+            if self.device == "cuda" and texts:
+                return _known(texts, calibrated_truths(*given, texts))
+            return partial(calibrated_truth, *given)
         return partial(fixed_truth, self.oracle(checkpoint), self.activations, depth, per_token)
 
     def end(self) -> None:
@@ -270,6 +298,14 @@ class Trial:
         if checkpoint not in self._dequantised:
             self._dequantised[checkpoint] = dequantised_checkpoint(checkpoint, self.new_folder())
         return self._dequantised[checkpoint]
+
+
+def _known(texts: Sequence[Text], truths: Sequence[Truth]) -> Ask:
+    def key(tokens: Sequence[int], positions: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tokens), tuple(positions)
+
+    found = {key(*text): truth for text, truth in zip(texts, truths, strict=True)}
+    return lambda tokens, positions, experts=None: found[key(tokens, positions)]
 
 
 def _bytes(folder: Path) -> int:

@@ -38,6 +38,15 @@ class Routed(NamedTuple):
     router: np.ndarray | None
 
 
+def _beside(experts: Sequence[np.ndarray], longest: int) -> np.ndarray:
+    """Experts [layers, T, k] of each text as one array [layers, texts * longest, k]."""
+    layers, _, k = experts[0].shape
+    filled = np.broadcast_to(np.arange(k), (layers, len(experts), longest, k)).copy()
+    for text, chosen in enumerate(experts):
+        filled[:, text, : chosen.shape[1]] = chosen
+    return filled.reshape(layers, -1, k)
+
+
 class Oracle:
     """A context manager; `use` moves it to another checkpoint without a new process.
 
@@ -115,10 +124,27 @@ class Oracle:
         experts [layers, T, k]: those that each token goes through, in place of the routers' own
         choice; their weights are the routers' (a softmax over the chosen ones).
         """
-        asked = {"tokens": [int(t) for t in tokens], "positions": [int(p) for p in positions]}
-        forced = {} if experts is None else {"experts": experts}
-        answer = self._call(op="logits", rounding=rounding, **asked, **forced)
-        return Routed(answer["logits"], answer.get("router"))
+        forced = None if experts is None else [experts]
+        return self.together([(tokens, positions)], forced, rounding)[0]
+
+    def together(
+        self,
+        texts: Sequence[tuple[Sequence[int], Sequence[int]]],
+        experts: Sequence[np.ndarray] | None = None,
+        rounding: Rounding | None = None,
+    ) -> list[Routed]:
+        """`routed` of some (tokens, positions) in one pass, with experts of each where given."""
+        tokens = [[int(t) for t in text] for text, _ in texts]
+        positions = [[int(p) for p in asked] for _, asked in texts]
+        forced = {} if experts is None else {"experts": _beside(experts, max(map(len, tokens)))}
+        asked = {"tokens": tokens, "positions": positions, "rounding": rounding}
+        answer = self._call(op="logits", **asked, **forced)
+        ends = np.cumsum([len(asked) for asked in positions])[:-1]
+        router = answer.get("router")
+        return [
+            Routed(rows, None if router is None else router[:, i, : len(tokens[i])])
+            for i, rows in enumerate(np.split(answer["logits"], ends))
+        ]
 
     def sensitivity(self, tokens: Sequence[int]) -> dict[str, float]:
         """Parameter (an expert's by "name.expert") -> how far changing it moves the logits.

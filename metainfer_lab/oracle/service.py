@@ -51,25 +51,35 @@ class Service:
 
     def logits(
         self,
-        tokens: list[int],
-        positions: list[int],
+        tokens: list[list[int]],
+        positions: list[list[int]],
         rounding: Rounding | None = None,
         experts: np.ndarray | None = None,
     ) -> dict[str, Any]:
-        """One forward pass over the tokens; the head for the asked positions alone."""
+        """One forward pass over some texts; the head for the asked positions alone.
+
+        experts [layers, texts * longest, k]. Logits of one text after another [rows, V]; router
+        [layers, texts, longest, E].
+        """
         with torch.no_grad(), self._rounding(rounding), self._routing(experts) as router:
             rows = self._forward(tokens, positions)
-        routed = {"router": torch.stack(router).cpu().numpy()} if router else {}
-        return {"logits": rows.cpu().numpy()} | routed
+        made = {"logits": rows.cpu().numpy()}
+        if router:
+            made["router"] = torch.stack(router).unflatten(1, (len(tokens), -1)).cpu().numpy()
+        return made
 
-    def _forward(self, tokens: list[int], positions: list[int]) -> torch.Tensor:
+    def _forward(self, tokens: list[list[int]], positions: list[list[int]]) -> torch.Tensor:
+        longest = max(map(len, tokens))  # what is filled up comes behind, where nothing looks
+        filled = [text + [0] * (longest - len(text)) for text in tokens]
         with keep_float64() if self.model.dtype == torch.float64 else nullcontext():
-            output = self.model.model(torch.tensor([tokens], device=self.device), use_cache=False)
-            return self.model.lm_head(output.last_hidden_state[0, positions])
+            output = self.model.model(torch.tensor(filled, device=self.device), use_cache=False)
+            hidden = output.last_hidden_state
+            asked = torch.cat([hidden[text, at] for text, at in enumerate(positions)])
+            return self.model.lm_head(asked)
 
     def sensitivity(self, tokens: list[int]) -> dict[str, Any]:
         """A backward pass from all positions together."""
-        rows = self._forward(tokens, list(range(len(tokens))))
+        rows = self._forward([tokens], [list(range(len(tokens)))])
         self.model.zero_grad()
         (rows * torch.randn_like(rows)).sum().backward()
         moves = {}
@@ -136,7 +146,7 @@ class Service:
             if isinstance(module, torch.nn.Linear) or hasattr(module, "gate_up_proj")
         ]
         for prompt in prompts:
-            self.logits(prompt, [0])
+            self.logits([prompt], [[0]])
         for hook in hooks:
             hook.remove()
         return {"amax": amax}
