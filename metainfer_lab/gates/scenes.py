@@ -37,11 +37,13 @@ def drain(engine: Any) -> list[Any]:
 
 
 def long_text(package: ModuleType, world: World) -> dict[str, Any]:
-    """Log-probabilities of a few tokens after a prompt beyond what other scenes ask."""
+    """Beyond the lengths that other scenes ask: logits, and log-probabilities of an answer."""
     engine = package.load(world.good[0], device="cpu", max_batch=1, max_context=LONG)
-    prompt = (world.prompts[2] * 3)[: LONG - 20]
+    prompt = [token for prompt in world.prompts for token in prompt][: LONG - 20]
     engine.submit(prompt, {"max_new_tokens": 8, "ignore_eos": True})
-    return {"log-probabilities": np.array([result[2] for result in drain(engine)])}
+    answer = np.array([result[2] for result in drain(engine)])
+    last = range(len(prompt) - 20, len(prompt))
+    return {"logits": np.asarray(engine.score(prompt, last)), "log-probabilities": answer}
 
 
 def operators(package: ModuleType, world: World) -> dict[str, np.ndarray]:

@@ -5,8 +5,10 @@ Two ways to know what a right engine may err by:
 - Float32 errs by the order of its sums alone, the same everywhere: fixed numbers, about five times
   what was measured against the float64 oracle over at least 500 positions each. The plain engine
   errs by 2e-6 at most on tiny checkpoints (relative L2 of a row of logits; tail of five draws
-  4e-6), on SmolLM2-135M by 1.8e-5 at most (the first position, where a few channels are huge) and
-  2.6e-6 at the 95th percentile.
+  4e-6). Depth has a tail: on SmolLM2-135M 2.6e-6 at the 95th percentile and 2e-5 at 99.9 %, yet
+  of 7,200 rows of random ids three or four beyond 1e-4, up to 5e-4 in three right engines and
+  2e-4 in transformers' own float32. So p95 holds an engine there and the greatest row has twice
+  what was seen; log probability grows with it (8 to 10 times it), KL with its square.
 - Rounded activations err by what this model and this prompt make of it: the oracle itself runs
   with rounded activations, two ways, and a gate allows multiples of the greater error. Measured
   with three further ways of rounding to 8 bits on eight tiny checkpoints and SmolLM2, the ratio
@@ -48,7 +50,7 @@ class Fixed(NamedTuple):
 
 FIXED: dict[tuple[str, Depth], Fixed] = {
     ("fp32", "tiny"): Fixed(row=2e-5, p95=1e-5, kl=1e-7, logprob=1e-4, router=4e-5),
-    ("fp32", "full"): Fixed(row=1e-4, p95=2e-5, kl=1e-6, logprob=1e-3, router=4e-4),
+    ("fp32", "full"): Fixed(row=1e-3, p95=2e-5, kl=4e-5, logprob=1e-2, router=4e-4),
 }
 
 
