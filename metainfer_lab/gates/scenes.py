@@ -37,13 +37,15 @@ def drain(engine: Any) -> list[Any]:
 
 
 def long_text(package: ModuleType, world: World) -> dict[str, Any]:
-    """Beyond the lengths that other scenes ask: logits, and log-probabilities of an answer."""
+    """Beyond the lengths that other scenes ask: logits, and log-probabilities of three answers."""
     engine = package.load(world.good[0], device="cpu", max_batch=1, max_context=LONG)
-    prompt = [token for prompt in world.prompts for token in prompt][: LONG - 20]
-    engine.submit(prompt, {"max_new_tokens": 8, "ignore_eos": True})
-    answer = np.array([result[2] for result in drain(engine)])
-    last = range(len(prompt) - 20, len(prompt))
-    return {"logits": np.asarray(engine.score(prompt, last)), "log-probabilities": answer}
+    tokens = [token for prompt in world.prompts for token in prompt]
+    prompts = [tokens[start:][: LONG - 20] for start in (0, 90, 180)]
+    for prompt in prompts:
+        engine.submit(prompt, {"max_new_tokens": 20, "ignore_eos": True})
+    answers = np.array([result[2] for result in sorted(drain(engine), key=lambda got: got[0])])
+    logits = np.asarray(engine.score(prompts[0], range(LONG - 40, LONG - 20)))
+    return {"logits": logits, "log-probabilities": answers}
 
 
 def operators(package: ModuleType, world: World) -> dict[str, np.ndarray]:
